@@ -45,7 +45,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.zero import gathered_params, shard_storage, stage2
+from megatron.core.distributed.zero import gathered_params, sharded_params, stage2
 from megatron.core.offload.device_copies import DeviceCopies
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
@@ -120,7 +120,7 @@ class Training:
         )  # fmt: skip
         with ExitStack() as stack:
             for module, name in (
-                (shard_storage, "weights"),
+                (sharded_params, "weights"),
                 (gathered_params, "weights"),
                 (stage2, "gradients"),
             ):

@@ -2,6 +2,7 @@
 
     python3 tools/gpu_session.py A --seconds 190 --out OUT
     python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
+    python3 tools/gpu_session.py D --out OUT --only layouts --cases ZeRO-3 FSDP2   # some again
 
 Stages: A, correct values; D, every layout on NCCL; B, speed; C, profile of the time. This file
 imports only the standard library, so that it starts on any machine. Each check has its own
@@ -23,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -152,6 +154,10 @@ class Session:
     out: Path
     end: float
     is_rehearsal: bool
+    patience: float
+    """Factor of the limits."""
+    cases: str
+    """Flags that choose cases of the checks, or nothing."""
     scratch: Path
     environment: dict[str, str]
     about: dict[str, Any]
@@ -186,8 +192,7 @@ class Session:
         """Start a check's processes in their own process group."""
         command = (check.rehearsal if self.is_rehearsal else "") or check.command
         command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
-        # Figures of a rehearsal are meaningless, and its machine is busy with other work.
-        limit_s = check.limit_s * (_REHEARSAL_LIMITS if self.is_rehearsal else 1)
+        command += self.cases
         token = f"{os.getpid()}-{time.monotonic_ns()}"
         with self.log_of(check.name).open("wb") as log:
             child = subprocess.Popen(
@@ -196,7 +201,7 @@ class Session:
                 env=self.environment | {_TOKEN: token},
             )  # fmt: skip
         begin = time.monotonic()
-        end = min(begin + limit_s, self.end)
+        end = min(begin + check.limit_s * self.patience, self.end)
         self.running.append(Running(check, token, begin, end, child))
 
     def run_group(self, checks: Sequence[Check]) -> None:
@@ -311,8 +316,13 @@ def output_of(*command: str, limit_s: float = 5.0) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit from git, else from `.whl/commit`, which `make gpu-wheels` writes."""
-    return output_of("git", "rev-parse", "HEAD") or output_of("cat", ".whl/commit")
+    """Return the commit of these files.
+
+    A machine may have the files of a newer commit than its git knows; `make gpu-wheels` writes the
+    newer commit to `.whl/commit`.
+    """
+    known, carried = output_of("git", "rev-parse", "HEAD"), output_of("cat", ".whl/commit")
+    return carried if carried and output_of("git", "status", "--porcelain") != "" else known
 
 
 def gpus() -> list[dict[str, str]]:
@@ -390,7 +400,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--only", action="append", default=[], help="name of a check; repeatable")
+    parser.add_argument("--cases", nargs="+", default=[], help="cases of the checks of --only")
     found = parser.parse_args(argv)
+    if found.cases and not found.only:
+        parser.error("--cases needs --only")
     unknown = {*found.only} - {each.name for each in STAGES[found.stage]}
     if unknown:
         parser.error(f"stage {found.stage} has no check {sorted(unknown)}")
@@ -426,7 +439,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         wheels, about["wheels"] = {}, f"{type(error).__name__}: {error}"
     if uses_nccl and flags.stage in NCCL_STAGES:
         about["shared NCCL"] = choose_nccl(shared=True)
-    session = Session(flags.stage, flags.out, end, flags.rehearse, scratch,
+    # Figures of a rehearsal are meaningless, and its machine is busy with other work.
+    patience = _REHEARSAL_LIMITS if flags.rehearse else max(1.0, flags.seconds / STAGE_S)
+    cases = f" --only {shlex.join(flags.cases)}" if flags.cases else ""
+    session = Session(flags.stage, flags.out, end, flags.rehearse, patience, cases, scratch,
                       environment(flags.out, scratch, wheels, rehearse=flags.rehearse),
                       about)  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -322,8 +322,8 @@ def find_optimal_num_workers(flags: Flags) -> None:
     for num_workers in flags.running.workers_to_check:
         begun = time.perf_counter()
         tally = CorpusStats()
-        for encoded in encode_in_order(units, encoder, num_workers):
-            tally.add(encoded)
+        for unit, encoded in encode_in_order(units, encoder, num_workers):
+            tally.add(unit.file, encoded)
         seconds = time.perf_counter() - begun
         print(
             f"{num_workers:>8} {tally.documents / seconds:>12.1f} {tally.tokens / seconds:>12.0f}",

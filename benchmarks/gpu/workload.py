@@ -57,7 +57,7 @@ class Workload:
     )  # fmt: skip
     micro_batch: int = 2
     num_micro_batches: int = 8
-    num_steps: int = 8
+    num_steps: int = 6
 
     @property
     def tokens(self) -> int:

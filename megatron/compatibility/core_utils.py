@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
@@ -29,6 +29,22 @@ from megatron.core.transport import torch_collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass
+class _State:
+    """The settings of this process that functions of this module keep between calls."""
+
+    is_experimental: bool = False
+    annotates_ranges: bool = False
+    open_ranges: list[tuple[str, Any]] = field(default_factory=list)
+
+
+@functools.cache
+def _state() -> _State:
+    """Return the state of this process."""
+    return _State()
+
 
 __package_name__ = "megatron-lattice"
 
@@ -45,12 +61,12 @@ __shortversion__ = __version__
 
 def set_experimental_flag(flag: bool) -> None:
     """Store the flag that `is_experimental_enabled` returns; no feature depends on it."""
-    STATE.is_experimental = bool(flag)
+    _state().is_experimental = bool(flag)
 
 
 def is_experimental_enabled() -> bool:
     """Return the flag that `set_experimental_flag` stored."""
-    return STATE.is_experimental
+    return _state().is_experimental
 
 
 def has_config_logger_enabled(config: TransformerConfig) -> bool:
@@ -73,12 +89,12 @@ def jit_fuser(function: _Function) -> _Function:
     return function
 
 
-def correct_amax_history_if_needed(model: object) -> None:
-    """Do nothing: linear layers, not parameters, hold the amax histories."""
+def do_nothing(*_: object, **__: object) -> None:
+    """Replace functions without effect here.
 
-
-def disable_jit_fuser() -> None:
-    """Do nothing: `jit_fuser` compiles nothing."""
+    `jit_fuser` compiles nothing, linear layers hold the amax histories, and the launcher sets the
+    CPU affinity.
+    """
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
@@ -281,27 +297,27 @@ def log_on_each_pipeline_stage(
 
 def configure_nvtx_profiling(enabled: bool) -> None:
     """Switch `nvtx_range_push` on or off."""
-    STATE.annotates_ranges = enabled
+    _state().annotates_ranges = enabled
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
     """Open a range in the profiler's trace; ranges nest."""
-    if not STATE.annotates_ranges:
+    if not _state().annotates_ranges:
         return
     name = "range" if msg is None else msg
     mark = torch.profiler.record_function(name if suffix is None else f"{name}.{suffix}")
     mark.__enter__()
-    STATE.open_ranges.append((name, mark))
+    _state().open_ranges.append((name, mark))
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
     """Close the range that was opened last."""
-    if not STATE.annotates_ranges:
+    if not _state().annotates_ranges:
         return
-    if not STATE.open_ranges or (msg is not None and msg != STATE.open_ranges[-1][0]):
-        inner = repr(STATE.open_ranges[-1][0]) if STATE.open_ranges else "none"
+    if not _state().open_ranges or (msg is not None and msg != _state().open_ranges[-1][0]):
+        inner = repr(_state().open_ranges[-1][0]) if _state().open_ranges else "none"
         raise RuntimeError(f"nvtx_range_pop({msg!r}): the innermost open range is {inner}")
-    _, mark = STATE.open_ranges.pop()
+    _, mark = _state().open_ranges.pop()
     mark.__exit__(None, None, None)
 
 
@@ -370,10 +386,6 @@ class MultiStorageClientFeature:
     def import_package() -> Any:
         """Import the client, for code that opens paths by itself."""
         return require("multistorageclient", purpose="MultiStorageClientFeature")
-
-
-def set_ideal_affinity_for_current_gpu() -> None:
-    """Do nothing: the launcher sets the CPU affinity of this process."""
 
 
 def local_multi_tensor_applier(

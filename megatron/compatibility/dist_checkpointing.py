@@ -47,14 +47,13 @@ def make_tp_sharded_tensor_for_checkpoint(
     """Declare a tensor that is split equally along `tp_axis` over the tensor-parallel ranks."""
     groups = ProcessGroupCollection.current()
     tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
-    axis = tp_axis + len(prepend_offsets)
-    return ShardedTensor.from_rank_offsets(
-        key,
+    num_before = len(prepend_offsets)
+    return make_sharded_tensor_for_checkpoint(
         tensor,
-        *prepend_offsets,
-        (axis, get_pg_rank(tp), get_pg_size(tp)),
-        replica_id=(0, 0, get_pg_rank(dp)) if replica_id is None else replica_id,
-        prepend_axis_num=len(prepend_offsets),
+        key,
+        (*prepend_offsets, (tp_axis + num_before, get_pg_rank(tp), get_pg_size(tp))),
+        (0, 0, get_pg_rank(dp)) if replica_id is None else replica_id,
+        prepend_axis_num=num_before,
         **options,
     )
 
@@ -71,14 +70,13 @@ def make_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Declare a tensor that is replicated over the tensor-parallel ranks."""
     groups = ProcessGroupCollection.current()
-    tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
+    ranks = get_pg_rank(tp_group or groups.tp), get_pg_rank(dp_cp_group or groups.dp_cp)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
         *prepend_offsets,
-        replica_id=(0, get_pg_rank(tp), get_pg_rank(dp)) if replica_id is None else replica_id,
-        prepend_axis_num=len(prepend_offsets),
-        **options,
+        replica_id=(0, *ranks) if replica_id is None else replica_id,
+        **{"prepend_axis_num": len(prepend_offsets), **options},
     )
 
 
@@ -173,21 +171,14 @@ class _Strategy(str):
 
 
 class TorchDistSaveShardedStrategy(_Strategy):
-    """The strategy of `save`: this framework's format, for any backend."""
+    """The strategy of `save`: this framework's format, for any backend.
+
+    `save(..., async_sharded_save=True)` writes in the background.
+    """
 
 
 class TorchDistLoadShardedStrategy(_Strategy):
     """The strategy of `load`, which finds the format of a checkpoint from its files."""
-
-
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> _Strategy:
-    """Return the strategy argument of `save`."""
-    return TorchDistSaveShardedStrategy()
-
-
-def get_default_load_sharded_strategy(checkpoint_dir: str) -> _Strategy:
-    """Return the strategy argument of `load`."""
-    return TorchDistLoadShardedStrategy()
 
 
 class FullyParallelSaveStrategyWrapper(_Strategy):
@@ -196,11 +187,6 @@ class FullyParallelSaveStrategyWrapper(_Strategy):
 
 class FullyParallelLoadStrategyWrapper(_Strategy):
     """A strategy of `load`, which always splits reads over replicas."""
-
-
-def get_async_strategy(*args: object, **options: object) -> _Strategy:
-    """Return the strategy; `save(..., async_sharded_save=True)` writes in the background."""
-    return TorchDistSaveShardedStrategy()
 
 
 class AsyncCallsQueue:

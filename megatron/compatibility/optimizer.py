@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.update import StepResult, start_step
 

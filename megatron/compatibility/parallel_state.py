@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron.compatibility.state import STATE
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, TopologyError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK, Group, SingleRank
 from megatron.core.topology.rank_grid import RankGrid
-from megatron.core.utils import get_pg_rank
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 _PRIVATE = {
     "_CONTEXT_PARALLEL_GROUP": "cp",
@@ -61,14 +61,12 @@ def get_tensor_and_expert_parallel_group(check_initialized: bool = True) -> Grou
 
 def get_tensor_and_expert_parallel_world_size() -> int:
     """Return expert-tp * ep."""
-    group = get_tensor_and_expert_parallel_group()
-    return 1 if group is None else group.size()
+    return get_pg_size(get_tensor_and_expert_parallel_group())
 
 
 def get_tensor_and_expert_parallel_rank() -> int:
     """Return this rank's position in expert-tp x ep."""
-    group = get_tensor_and_expert_parallel_group()
-    return 0 if group is None else group.rank()
+    return get_pg_rank(get_tensor_and_expert_parallel_group())
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, object]) -> None:
@@ -227,22 +225,14 @@ class GlobalMemoryBuffer:
         return held[:needed].view(*tensor_shape)
 
 
+@cache
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the scratch tensors of this process."""
-    if STATE.memory_buffer is None:
-        STATE.memory_buffer = GlobalMemoryBuffer()
-    buffer: GlobalMemoryBuffer = STATE.memory_buffer
-    return buffer
+    return GlobalMemoryBuffer()
 
 
-def _set_global_memory_buffer() -> None:
-    """Start without scratch tensors."""
-    STATE.memory_buffer = GlobalMemoryBuffer()
-
-
-def destroy_global_memory_buffer() -> None:
-    """Free the scratch tensors."""
-    STATE.memory_buffer = None
+# Both free the scratch tensors.
+_set_global_memory_buffer = destroy_global_memory_buffer = get_global_memory_buffer.cache_clear
 
 
 def update_pg_timeout(timeout: timedelta, pg: Group | None = None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from megatron.compatibility.state import STATE
 from megatron.core.foundation.errors import ConfigError, NumericsError
 from megatron.resilience.rerun import RerunDataIterator
 
@@ -132,19 +132,16 @@ class RerunStateMachine:
         return bool(state_dict)
 
 
-def initialize_rerun_state_machine(**options: Any) -> None:
-    """Create the machine of this process; options are the arguments of `RerunStateMachine`."""
-    STATE.rerun_machine = RerunStateMachine(**options)
-
-
+@cache
 def get_rerun_state_machine() -> RerunStateMachine:
     """Return the machine of this process; the first call creates it."""
-    if STATE.rerun_machine is None:
-        STATE.rerun_machine = RerunStateMachine()
-    machine: RerunStateMachine = STATE.rerun_machine
-    return machine
+    return RerunStateMachine()
 
 
-def destroy_rerun_state_machine() -> None:
-    """Forget the machine of this process."""
-    STATE.rerun_machine = None
+destroy_rerun_state_machine = get_rerun_state_machine.cache_clear
+
+
+def initialize_rerun_state_machine(**options: Any) -> None:
+    """Start with a new machine; options are the arguments of `RerunStateMachine`."""
+    RerunStateMachine(**options)  # refuses unsupported options; no option changes the machine
+    destroy_rerun_state_machine()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import partition
-from megatron.core.datasets.document_masks import attention_mask, document_starts
+from megatron.core.datasets.gpt_dataset import attention_mask, document_starts
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.process_groups_config import ProcessGroupCollection

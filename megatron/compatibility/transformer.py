@@ -58,11 +58,6 @@ def openai_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def erf_gelu(x: Tensor) -> Tensor:
-    """Return GELU."""
-    return F.gelu(x)
-
-
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
     """Set scores to -10000 where the mask is True, in place, and return them."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
@@ -166,8 +161,7 @@ def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
     """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r]."""
-    cos, sin = cos_sin(freqs, t.dtype)
-    return rotate(t, cos, sin, interleaved)
+    return _apply_rotary_pos_emb_bshd(t, freqs, interleaved)
 
 
 def _yarn_get_mscale(scale: float = 1.0, mscale: float = 1.0) -> float:
@@ -210,7 +204,6 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             rotary_interleaved,
             seq_len_interpolation_factor,
             rotary_base,
-            use_cpu_initialization=use_cpu_initialization,
             cp_group=cp_group,
         )
         self.inv_freq = yarn_inverse_frequencies(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,16 @@ class HalfPrecision:
     """Compute in bf16 with fp32 main weights."""
     params_dtype: torch.dtype = no_flag(torch.float32, is_arg=True)
     """Dtype of the model's weights."""
+
+    def check_precision(self) -> Iterator[ConfigError]:
+        """Yield the problem of two half precisions."""
+        if self.fp16 and self.bf16:
+            yield ConfigError(
+                "fp16 and bf16 are both on.",
+                rule="a model computes in one half precision",
+                flags=["--fp16", "--bf16"],
+                fix="keep --bf16",
+            )
 
 
 @dataclass
@@ -190,47 +200,31 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
         if self.microbatch_group_size_per_vp_stage is None:
             self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
 
-    def check_parallel(self) -> list[MegatronError]:
-        """Return the problems of the parallel settings."""
-        problems: list[MegatronError] = []
+    def check_parallel(self) -> Iterator[MegatronError]:
+        """Yield the problems of the parallel settings."""
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            problems.append(
-                ConfigError(
-                    "sequence_parallel is on with tensor_model_parallel_size=1.",
-                    rule="sequence parallelism splits over the tensor-parallel ranks",
-                    flags=["--sequence-parallel", "--tensor-model-parallel-size"],
-                    fix="drop --sequence-parallel or use a tensor-parallel size above 1",
-                )
+            yield ConfigError(
+                "sequence_parallel is on with tensor_model_parallel_size=1.",
+                rule="sequence parallelism splits over the tensor-parallel ranks",
+                flags=["--sequence-parallel", "--tensor-model-parallel-size"],
+                fix="drop --sequence-parallel or use a tensor-parallel size above 1",
             )
         vp = self.virtual_pipeline_model_parallel_size
         if vp is not None and vp > 1 and self.pipeline_model_parallel_size == 1:
-            problems.append(
-                ConfigError(
-                    f"{vp} virtual stages per rank with pipeline_model_parallel_size=1.",
-                    rule="virtual stages divide the work of pipeline ranks",
-                    flags=[
-                        "--num-virtual-stages-per-pipeline-rank",
-                        "--pipeline-model-parallel-size",
-                    ],
-                    fix="use a pipeline size above 1 or drop the virtual stages",
-                )
+            yield ConfigError(
+                f"{vp} virtual stages per rank with pipeline_model_parallel_size=1.",
+                rule="virtual stages divide the work of pipeline ranks",
+                flags=[
+                    "--num-virtual-stages-per-pipeline-rank",
+                    "--pipeline-model-parallel-size",
+                ],
+                fix="use a pipeline size above 1 or drop the virtual stages",
             )
         if self.overlap_p2p_comm and self.batch_p2p_comm:
-            problems.append(
-                ConfigError(
-                    "overlap_p2p_comm and batch_p2p_comm are both on.",
-                    rule="a batch of sends and receives is one blocking call",
-                    flags=["--no-overlap-p2p-communication"],
-                    fix="switch one of them off",
-                )
+            yield ConfigError(
+                "overlap_p2p_comm and batch_p2p_comm are both on.",
+                rule="a batch of sends and receives is one blocking call",
+                flags=["--no-overlap-p2p-communication"],
+                fix="switch one of them off",
             )
-        if self.fp16 and self.bf16:
-            problems.append(
-                ConfigError(
-                    "fp16 and bf16 are both on.",
-                    rule="a model computes in one half precision",
-                    flags=["--fp16", "--bf16"],
-                    fix="keep --bf16",
-                )
-            )
-        return problems
+        yield from self.check_precision()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.settings.batch_size_phases import Phases, parse_phases, size_in_phases
@@ -20,8 +20,13 @@ class NumMicroBatchesCalculator(ABC):
     """Number of micro batches of the step that begins after some consumed samples."""
 
     def __init__(
-        self, micro_batch_size: int, data_parallel_size: int, decrease_batch_size_if_needed: bool
+        self,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.micro_batch_size = micro_batch_size
         self.data_parallel_size = data_parallel_size
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
@@ -53,6 +58,9 @@ class NumMicroBatchesCalculator(ABC):
         return self.micro_batch_size
 
     @abstractmethod
+    def planned(self, consumed_samples: int) -> int:
+        """Return the global batch size of the step after `consumed_samples`."""
+
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Set the batch for the step after `consumed_samples`.
 
@@ -60,17 +68,15 @@ class NumMicroBatchesCalculator(ABC):
             consistency_check: refuse a batch that the replicas cannot share evenly; without it
                 the batch is rounded down.
         """
-
-    def _use(self, global_batch_size: int, consistency_check: bool) -> None:
-        rounded = global_batch_size // self.samples_at_once * self.samples_at_once
-        if consistency_check and not self.decrease_batch_size_if_needed:
-            raise_together(
-                _check_division(global_batch_size, self.samples_at_once, "the global batch size"),
-                summary="the batch size",
-            )
-        self.current_global_batch_size = global_batch_size
-        self.current_running_global_batch_size = rounded
-        self.num_micro_batches = rounded // self.samples_at_once
+        planned, before = self.planned(consumed_samples), self.current_global_batch_size
+        number = planned // self.samples_at_once
+        if number == 0 or (consistency_check and not self.decrease_batch_size_if_needed):
+            found = _check_division(planned, self.samples_at_once, "the batch of this step")
+            raise_together(found, summary="the batch size")
+        self.num_micro_batches, self.current_global_batch_size = number, planned
+        self.current_running_global_batch_size = number * self.samples_at_once
+        if verbose and self.rank == 0 and planned != before:
+            _LOG.info("global batch size is now %d (was %d)", planned, before)
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -99,7 +105,8 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             if not decrease_batch_size_if_needed or global_batch_size < at_once:
                 problems += _check_division(global_batch_size, at_once, "global-batch-size")
         raise_together(problems, summary="the batch size")
-        self._use(global_batch_size, consistency_check=False)
+        self.global_batch_size = global_batch_size
+        self.update(0, consistency_check=False)
         if rank == 0 and self.current_running_global_batch_size != global_batch_size:
             _LOG.info(
                 "global batch of %d samples decreased to %d, a multiple of %d",
@@ -108,8 +115,9 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
                 self.samples_at_once,
             )
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Do nothing: the batch is constant."""
+    def planned(self, consumed_samples: int) -> int:
+        """Return the constant size."""
+        return self.global_batch_size
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -134,8 +142,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         Raises:
             ConfigError: all contradictions together.
         """
-        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-        self.rank = rank
+        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank)
         self.global_batch_size = global_batch_size
         self.start_global_batch_size = start_global_batch_size
         self.batch_size_increment = batch_size_increment
@@ -145,7 +152,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         self.rampup_samples_per_increment = ramup_samples / max(num_increments, 1)
         self.update(0, consistency_check=False)
 
-    def _check(self) -> list[MegatronError]:
+    def _check(self) -> Iterator[MegatronError]:
         problems = _check_positive(
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -154,26 +161,23 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             batch_size_increment=self.batch_size_increment,
         )
         if problems:
-            return problems
+            yield from problems
+            return
         growth = self.global_batch_size - self.start_global_batch_size
         if growth < 0 or growth % self.batch_size_increment:
-            problems.append(
-                ConfigError(
-                    f"a batch of {self.start_global_batch_size} samples does not reach"
-                    f" {self.global_batch_size} in steps of {self.batch_size_increment}.",
-                    rule="the difference is a multiple of the increment",
-                    flags=["--rampup-batch-size", "--global-batch-size"],
-                    fix=f"use the increment {max(abs(growth), 1)}, or one that divides it",
-                )
+            yield ConfigError(
+                f"a batch of {self.start_global_batch_size} samples does not reach"
+                f" {self.global_batch_size} in steps of {self.batch_size_increment}.",
+                rule="the difference is a multiple of the increment",
+                flags=["--rampup-batch-size", "--global-batch-size"],
+                fix=f"use the increment {max(abs(growth), 1)}, or one that divides it",
             )
         if self.ramup_samples < 0:
-            problems.append(
-                ConfigError(
-                    f"a ramp over {self.ramup_samples} samples.",
-                    rule="the length of a ramp is not negative",
-                    flags=["--rampup-batch-size"],
-                    fix="drop --rampup-batch-size",
-                )
+            yield ConfigError(
+                f"a ramp over {self.ramup_samples} samples.",
+                rule="the length of a ramp is not negative",
+                flags=["--rampup-batch-size"],
+                fix="drop --rampup-batch-size",
             )
         if not self.decrease_batch_size_if_needed:
             at_once = self.samples_at_once
@@ -182,25 +186,15 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
                 ("the first batch of the ramp", self.start_global_batch_size),
                 ("the increment of the ramp", self.batch_size_increment),
             ):
-                problems += _check_division(value, at_once, name)
-        return problems
+                yield from _check_division(value, at_once, name)
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Set the batch for the step after `consumed_samples`."""
-        planned = self.global_batch_size
-        if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment > 0:
-            steps = int(consumed_samples / self.rampup_samples_per_increment)
-            planned = self.start_global_batch_size + steps * self.batch_size_increment
-            planned = min(planned, self.global_batch_size)
-        before = self.current_global_batch_size
-        self._use(planned, consistency_check)
-        if self.num_micro_batches == 0:
-            raise_together(
-                _check_division(planned, self.samples_at_once, "the batch of this step"),
-                summary="the batch size ramp",
-            )
-        if verbose and self.rank == 0 and planned != before:
-            _LOG.info("global batch size is now %d (was %d)", planned, before)
+    def planned(self, consumed_samples: int) -> int:
+        """Return the size that the ramp has reached."""
+        if consumed_samples > self.ramup_samples or self.rampup_samples_per_increment <= 0:
+            return self.global_batch_size
+        steps = int(consumed_samples / self.rampup_samples_per_increment)
+        planned = self.start_global_batch_size + steps * self.batch_size_increment
+        return min(planned, self.global_batch_size)
 
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -230,9 +224,9 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         raise_together(problems, summary="the batch size schedule")
         self.update(0, consistency_check=False)
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Set the batch for the step after `consumed_samples`."""
-        self._use(size_in_phases(consumed_samples, self.phases), consistency_check)
+    def planned(self, consumed_samples: int) -> int:
+        """Return the size of the phase."""
+        return size_in_phases(consumed_samples, self.phases)
 
 
 def _check_positive(**sizes: int) -> list[MegatronError]:

@@ -1,14 +1,13 @@
 """Learning rate and weight decay over the course of training, counted in samples.
 
-Curves are plain functions of the number of samples seen, so a resumed run, a run with another
-batch size ramp and a plot all get the same values.
+Rates and decays are functions of the number of samples seen, so a resumed run, and a run with
+another batch size ramp, get the same values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
@@ -30,67 +29,6 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
 }
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningRateCurve:
-    """Learning rate as a function of samples seen. Lengths are in samples.
-
-    Warm-up is linear from `init_lr`. Cosine: "SGDR", section 3, arXiv 1608.03983. Inverse square
-    root: "Attention Is All You Need", section 5.3, arXiv 1706.03762. WSD (warm-up, stable, decay):
-    "MiniCPM", section 4, arXiv 2404.06395.
-    """
-
-    init_lr: float
-    max_lr: float
-    min_lr: float
-    num_warmup: int
-    num_decay: int
-    """End of the decay, warm-up included."""
-    style: str
-    num_wsd_decay: int = 0
-    """Length of the last phase of WSD."""
-    wsd_style: str = "exponential"
-
-    def at(self, num_samples: float) -> float:
-        """Return the rate after `num_samples` samples."""
-        if self.num_warmup > 0 and num_samples <= self.num_warmup:
-            return self.init_lr + (self.max_lr - self.init_lr) * num_samples / self.num_warmup
-        if self.style == "constant":
-            return self.max_lr
-        if num_samples > self.num_decay:
-            return self.min_lr
-        if self.style == "inverse-square-root":
-            warmup, seen = max(self.num_warmup, 1), max(num_samples, 1)
-            return max(self.min_lr, self.max_lr * math.sqrt(warmup) / math.sqrt(seen))
-        return self.min_lr + self._part_left(num_samples) * (self.max_lr - self.min_lr)
-
-    def _part_left(self, num_samples: float) -> float:
-        if self.style == "WSD":
-            start = self.num_decay - self.num_wsd_decay
-            if num_samples <= start:
-                return 1.0
-            return _DECAYS[self.wsd_style]((num_samples - start) / self.num_wsd_decay)
-        length = self.num_decay - self.num_warmup
-        return _DECAYS[self.style]((num_samples - self.num_warmup) / length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightDecayCurve:
-    """Weight decay as a function of samples seen: rises from `start` to `end`, then stays."""
-
-    start: float
-    end: float
-    num_increase: int
-    style: str
-
-    def at(self, num_samples: float) -> float:
-        """Return the weight decay after `num_samples` samples."""
-        if self.style == "constant" or num_samples > self.num_increase:
-            return self.end
-        done = num_samples / max(self.num_increase, 1)
-        part = done if self.style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0)
-        return self.start + part * (self.end - self.start)
 
 
 class HasParamGroups(Protocol):
@@ -227,29 +165,46 @@ class OptimizerParamScheduler:
         return problems
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Return the current learning rate of a group, before its `lr_mult`."""
-        curve = LearningRateCurve(
-            init_lr=self.init_lr,
-            max_lr=param_group.get("max_lr", self.max_lr),
-            min_lr=param_group.get("min_lr", self.min_lr),
-            num_warmup=self.lr_warmup_steps,
-            num_decay=self.lr_decay_steps,
-            style=self.lr_decay_style,
-            num_wsd_decay=self.wsd_decay_steps or 0,
-            wsd_style=self.lr_wsd_decay_style or "exponential",
-        )
-        return curve.at(self.num_steps)
+        """Return the current learning rate of a group, before its `lr_mult`.
+
+        Warm-up is linear from `init_lr`. Cosine: "SGDR", section 3, arXiv 1608.03983. Inverse
+        square root: "Attention Is All You Need", section 5.3, arXiv 1706.03762. WSD (warm-up,
+        stable, decay): "MiniCPM", section 4, arXiv 2404.06395.
+        """
+        max_lr: float = param_group.get("max_lr", self.max_lr)
+        min_lr: float = param_group.get("min_lr", self.min_lr)
+        seen, num_warmup = self.num_steps, self.lr_warmup_steps
+        if num_warmup > 0 and seen <= num_warmup:
+            return self.init_lr + (max_lr - self.init_lr) * seen / num_warmup
+        if self.lr_decay_style == "constant":
+            return max_lr
+        if seen > self.lr_decay_steps:
+            return min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * math.sqrt(max(num_warmup, 1)) / math.sqrt(max(seen, 1)))
+        style, begin = self.lr_decay_style, num_warmup
+        if style == "WSD":
+            style = self.lr_wsd_decay_style or "exponential"
+            begin = self.lr_decay_steps - (self.wsd_decay_steps or 0)
+        part_left = 1.0
+        if seen > begin:
+            part_left = _DECAYS[style]((seen - begin) / (self.lr_decay_steps - begin))
+        return min_lr + part_left * (max_lr - min_lr)
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """Return the current weight decay of a group, before its `wd_mult`."""
+        """Return the current weight decay of a group, before its `wd_mult`.
+
+        It rises from `start_wd` to `end_wd`, then stays.
+        """
         group = param_group or {}
-        curve = WeightDecayCurve(
-            start=group.get("start_wd", self.start_wd),
-            end=group.get("end_wd", self.end_wd),
-            num_increase=self.wd_incr_steps,
-            style=self.wd_incr_style,
-        )
-        return curve.at(self.num_steps)
+        start: float = group.get("start_wd", self.start_wd)
+        end: float = group.get("end_wd", self.end_wd)
+        if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
+            return end
+        part = self.num_steps / max(self.wd_incr_steps, 1)
+        if self.wd_incr_style == "cosine":
+            part = 0.5 * (math.cos(math.pi * (1.0 - part)) + 1.0)
+        return start + part * (end - start)
 
     def step(self, increment: int) -> None:
         """Advance by `increment` samples and set all groups."""

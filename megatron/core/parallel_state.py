@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -153,32 +154,48 @@ def _ranks(name: str) -> list[int]:
     return ProcessGroupCollection.current().ranks.get(name, [0])
 
 
-# Tensor, context, expert ---------------------------------------------------------------------
+def _global_rank(name: str, position: int) -> int:
+    ranks = _ranks(name)
+    return ranks[position % len(ranks)]
 
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the tensor-parallel group of this rank."""
-    return _group("tp", check_initialized)
+# Megatron's names, one line each ---------------------------------------------------------------
+#
+# `..._group(check_initialized=True)` returns a group of this rank, `..._world_size()` its size, and
+# `..._rank()` this rank's position in it.
 
+get_tensor_model_parallel_group = partial(_group, "tp")
+get_tensor_model_parallel_world_size = partial(_size, "tp")
+get_tensor_model_parallel_rank = partial(_rank, "tp")
+get_context_parallel_group = partial(_group, "cp")
+get_context_parallel_world_size = partial(_size, "cp")
+get_context_parallel_rank = partial(_rank, "cp")
+get_tensor_and_context_parallel_group = partial(_group, "tp_cp")
+get_tensor_and_context_parallel_world_size = partial(_size, "tp_cp")
+get_tensor_and_context_parallel_rank = partial(_rank, "tp_cp")
+get_expert_model_parallel_group = partial(_group, "ep")
+get_expert_model_parallel_world_size = partial(_size, "ep")
+get_expert_model_parallel_rank = partial(_rank, "ep")
+get_expert_tensor_parallel_group = partial(_group, "expt_tp")
+get_expert_tensor_parallel_world_size = partial(_size, "expt_tp")
+get_expert_tensor_parallel_rank = partial(_rank, "expt_tp")
+get_expert_tensor_and_model_parallel_group = partial(_group, "tp_ep")
+get_expert_tensor_and_model_parallel_world_size = partial(_size, "tp_ep")
+get_expert_tensor_and_model_parallel_rank = partial(_rank, "tp_ep")
+get_expert_tensor_model_pipeline_parallel_group = partial(_group, "tp_ep_pp")
+get_inter_distributed_optimizer_instance_group = partial(_group, "inter_dist_opt")
+get_model_parallel_group = partial(_group, "mp")
+get_pipeline_model_parallel_group = partial(_group, "pp")
+get_pipeline_model_parallel_world_size = partial(_size, "pp")
+get_pipeline_model_parallel_rank = partial(_rank, "pp")
+get_embedding_group = partial(_group, "embd")
+get_position_embedding_group = partial(_group, "pos_embd")
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the tensor-parallel size."""
-    return _size("tp")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's position in its tensor-parallel group."""
-    return _rank("tp")
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank that is first in this tensor-parallel group."""
-    return _ranks("tp")[0]
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the context-parallel group of this rank."""
-    return _group("cp", check_initialized)
+# Global ranks: of the first member of a group (`..._src_rank`), and of other pipeline stages.
+get_tensor_model_parallel_src_rank = partial(_global_rank, "tp", 0)
+get_model_parallel_src_rank = partial(_global_rank, "mp", 0)
+get_pipeline_model_parallel_first_rank = partial(_global_rank, "pp", 0)
+get_pipeline_model_parallel_last_rank = partial(_global_rank, "pp", -1)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -187,34 +204,9 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return _ranks("cp")
 
 
-def get_context_parallel_world_size() -> int:
-    """Return the context-parallel size."""
-    return _size("cp")
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's position in its context-parallel group."""
-    return _rank("cp")
-
-
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any]:
     """Return the nested groups of hierarchical context parallelism, innermost first."""
     return list(_group("hcp", check_initialized))
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of tp x cp."""
-    return _group("tp_cp", check_initialized)
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return tp * cp."""
-    return _size("tp_cp")
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return this rank's position in tp x cp."""
-    return _rank("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -222,56 +214,6 @@ def get_tensor_and_data_parallel_group(
 ) -> Any:
     """Return the group of tp x dp (x cp): used for FP8 amax reduction."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the expert-parallel group."""
-    return _group("ep", check_initialized)
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the expert-parallel size."""
-    return _size("ep")
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's position in its expert-parallel group."""
-    return _rank("ep")
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the tensor-parallel group used inside experts."""
-    return _group("expt_tp", check_initialized)
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Return the tensor-parallel size inside experts."""
-    return _size("expt_tp")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Return this rank's position in the experts' tensor-parallel group."""
-    return _rank("expt_tp")
-
-
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of expert-tp x ep."""
-    return _group("tp_ep", check_initialized)
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Return expert-tp * ep."""
-    return _size("tp_ep")
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this rank's position in expert-tp x ep."""
-    return _rank("tp_ep")
-
-
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of expert-tp x ep x pp."""
-    return _group("tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -289,9 +231,6 @@ def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = Fal
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """Return this rank's position among the replicas of its expert weights."""
     return _rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
-
-
-# Data parallel -------------------------------------------------------------------------------
 
 
 def _data_parallel_name(with_context_parallel: bool, partial_data_parallel: bool) -> str:
@@ -326,62 +265,17 @@ def get_data_parallel_rank(
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the global rank that is first in this data-parallel group."""
-    return _ranks(_data_parallel_name(with_context_parallel, False))[0]
-
-
-def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
-    """Return the group over replicas of the sharded optimizer."""
-    return _group("inter_dist_opt", check_initialized)
-
-
-# Pipeline ------------------------------------------------------------------------------------
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of tp x pp."""
-    return _group("mp", check_initialized)
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the global rank that is first in this model-parallel group."""
-    return _ranks("mp")[0]
-
-
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the pipeline group of this rank."""
-    return _group("pp", check_initialized)
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of pipeline stages (ranks of the pipeline axis)."""
-    return _size("pp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's pipeline position."""
-    return _rank("pp")
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Return the global rank of the first stage of this pipeline."""
-    return _ranks("pp")[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Return the global rank of the last stage of this pipeline."""
-    return _ranks("pp")[-1]
+    return _global_rank(_data_parallel_name(with_context_parallel, False), 0)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the following stage (the last is followed by the first)."""
-    ranks = _ranks("pp")
-    return ranks[(_rank("pp") + 1) % len(ranks)]
+    return _global_rank("pp", _rank("pp") + 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the preceding stage (the first is preceded by the last)."""
-    ranks = _ranks("pp")
-    return ranks[(_rank("pp") - 1) % len(ranks)]
+    return _global_rank("pp", _rank("pp") - 1)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -416,16 +310,6 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     """Return whether this rank (and virtual stage, unless ignored) computes the loss."""
     stage, size = ProcessGroupCollection.current().virtual_stage(vp_stage)
     return _rank("pp") == _size("pp") - 1 and (ignore_virtual or stage == size - 1)
-
-
-def get_embedding_group(check_initialized: bool = True) -> Any:
-    """Return the group of stages that hold the tied embedding; None on other stages."""
-    return _group("embd", check_initialized)
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> Any:
-    """Return the group of stages that hold position embeddings; None on other stages."""
-    return _group("pos_embd", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -142,7 +142,8 @@ class Timers:
         self, names: Sequence[str] | None = None, *, reset: bool = True, normalizer: float = 1.0
     ) -> str:
         """Return the report text (milliseconds) in Megatron's form; equal on all ranks."""
-        lines = [f"{self._heading()} across ranks (ms):"]
+        heading = {"max": "max time", "minmax": "(min, max) time"}.get(self._log_option, "times")
+        lines = [f"{heading} across ranks (ms):"]
         table = self.seconds_of_all_ranks(names, reset=reset, normalizer=normalizer)
         for name, seconds in table.items():
             milliseconds = [1000.0 * s for s in seconds]
@@ -204,6 +205,3 @@ class Timers:
             torch_collectives.barrier(torch_collectives.world())
         table = self.seconds_of_all_ranks(names, reset=reset, normalizer=normalizer)
         return {name: (min(seconds), max(seconds)) for name, seconds in table.items()}
-
-    def _heading(self) -> str:
-        return {"max": "max time", "minmax": "(min, max) time"}.get(self._log_option, "times")

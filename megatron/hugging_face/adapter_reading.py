@@ -46,7 +46,7 @@ from megatron.hugging_face.adapters import (
 )
 from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_directory import ModelDirectory, tensors_of_file
-from megatron.hugging_face.weight_map import RowRange, WeightRule
+from megatron.hugging_face.weight_map import RowRange, WeightRule, concatenated
 
 _MAGNITUDES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 
@@ -275,11 +275,7 @@ class _Finder:
             return ()
         each = len(names) // count
         own = self.of_layers(names[expert * each : (expert + 1) * each])
-        heights, rows_of, begin = self.heights(own, each), [], 0
-        for index, height in enumerate(heights):
-            rows_of.append(RowRange(index, 0, begin, height))
-            begin += height
-        return self.sources(own, rows_of)
+        return self.sources(own, concatenated(None, self.heights(own, each)))
 
     def _module_of(self, module: str, parameter: str) -> str | None:
         """Return PEFT's name of the module with the adapter of a parameter of all experts."""

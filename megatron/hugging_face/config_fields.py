@@ -88,6 +88,18 @@ class ConfigFields:
             )
         return default
 
+    def take_all(self, names: Mapping[str, str], **defaults: object) -> dict[str, Any]:
+        """Return the values of fields by the names of their settings.
+
+        Args:
+            names: field -> setting.
+            defaults: field -> its default; other fields are required.
+        """
+        return {
+            setting: self.take(name, defaults.get(name, _REQUIRED))
+            for name, setting in names.items()
+        }
+
     def only(self, name: str, *allowed: object) -> Any:
         """Refuse a field that is neither absent nor one of the `allowed` values."""
         value = self.take(name, None)

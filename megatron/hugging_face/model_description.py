@@ -112,6 +112,14 @@ class ModelDescription(
             if field.name in always or _is_required(field) or value != field.default
         }
 
+    def fields(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of a config that have the same values as settings.
+
+        Args:
+            names: field -> setting.
+        """
+        return {name: getattr(self, setting) for name, setting in names.items()}
+
     @property
     def has_rotary_positions(self) -> bool:
         """Whether the model has rotary positions."""

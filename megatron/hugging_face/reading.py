@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.interop.contents import (
 from megatron.core.dist_checkpointing.interop.stored_view import (
     StoredBytes,
     StoredView,
-    ViewReader,
 )
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.shard_plan import ReadItem
@@ -52,20 +51,13 @@ class _Reader(InteropReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._whole = ViewReader()
         self._held: tuple[StoredBytes, Tensor] | None = None
 
     def __exit__(self, *details: Any) -> None:
         self._held = None
-        self._whole.__exit__(*details)
         super().__exit__(*details)
 
-    @property
-    def bytes_read(self) -> int:
-        """The number of bytes of tensors read so far."""
-        return super().bytes_read + self._whole.bytes_read
-
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
+    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`, which has the shape of `read`."""
         shard = read.shard
         assert isinstance(shard, InteropShard)
@@ -74,13 +66,13 @@ class _Reader(InteropReader):
         extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
         is_one_of_several = 2 * extent * view.dtype.itemsize <= view.storage.num_bytes
         if view.is_contiguous or 1 in view.stride[-1:] or is_one_of_several:
-            super().read(tensor, read, into)
+            super().start(tensor, read, into)
             return
         if self._held is None or self._held[0] != view.storage:
             self._held = None
             count = view.storage.num_bytes // view.dtype.itemsize
             flat = StoredView(view.storage, view.dtype, (count,), (1,))
-            self._held = (view.storage, self._whole.read_full(flat))
+            self._held = (view.storage, self.read_full(flat))
         missing = len(shard.shape) - len(view.shape)
         full = self._held[1].as_strided(view.shape, view.stride, view.offset)
         full = full.reshape((1,) * missing + tuple(view.shape)) if missing else full

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing import loader
 from megatron.core.dist_checkpointing.flat_ranges import Box
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader, narrow_to
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_plan import ShardIndex
@@ -58,8 +59,7 @@ def read_box(source: Source, reader: SliceReader, box: Box, into: Tensor) -> Non
     offset, shape = box
     if source.layer is not None:
         offset, shape, into = (source.layer, *offset), (1, *shape), into.unsqueeze(0)
-    for read in ShardIndex(source.tensor).reads((offset, shape)):
-        reader.read(source.tensor, read, narrow_to(into, read.in_wanted))
+    loader.read_box(ShardIndex(source.tensor), (offset, shape), reader, into)
 
 
 @dataclass(frozen=True)

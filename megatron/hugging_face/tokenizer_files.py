@@ -11,8 +11,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.gigatoken_backend import PROBES
-from megatron.core.tokenizers.hugging_face import HuggingFaceTokenizer
-from megatron.core.tokenizers.special_ids import GENERATION_NAME
+from megatron.core.tokenizers.hugging_face import GENERATION_NAME, HuggingFaceTokenizer
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",

@@ -12,7 +12,7 @@ Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.hugging_face.model_description import ModelDescription
@@ -35,7 +35,7 @@ RowMap = Callable[[ModelDescription, Sequence[int]], list[RowRange]]
 """(model, number of rows of each Hugging Face tensor) -> ranges in the order of Megatron's rows."""
 
 
-def _concatenated(_model: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
+def concatenated(_model: object, heights: Sequence[int]) -> list[RowRange]:
     """Concatenate the tensors along dimension 0."""
     found, megatron_begin = [], 0
     for source, height in enumerate(heights):
@@ -50,7 +50,7 @@ class WeightRule:
 
     megatron_name: str
     hf_names: tuple[str, ...]
-    row_map: RowMap = _concatenated
+    row_map: RowMap = concatenated
     is_transposed: bool = False
     """Hugging Face's tensors are [in, out], Megatron's parameter is [out, in]."""
     has_vocabulary_rows: bool = False
@@ -80,6 +80,17 @@ class WeightRule:
 def identity(megatron_name: str, hf_name: str) -> WeightRule:
     """Equal tensors."""
     return WeightRule(megatron_name, (hf_name,))
+
+
+def weight_and_bias(megatron_prefix: str, hf_prefix: str) -> list[WeightRule]:
+    """Equal weights and equal biases; in Hugging Face's names, a dot follows the prefix."""
+    return [identity(megatron_prefix + k, f"{hf_prefix}.{k}") for k in ("weight", "bias")]
+
+
+def with_others(rules: Iterable[WeightRule], *others: WeightRule) -> list[WeightRule]:
+    """Return `rules` with these rules in place of the rules of the same parameters."""
+    by_name = {rule.megatron_name: rule for rule in others}
+    return [by_name.get(rule.megatron_name, rule) for rule in rules]
 
 
 def transposed(megatron_name: str, hf_name: str) -> WeightRule:

@@ -23,16 +23,14 @@ from megatron.core.dist_checkpointing.loader import Contents, narrow_to
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor
 from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
-    ShardedTensor,
 )
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_plan import (
     ReadItem,
     ShardMetadata,
-    build_factories,
+    split_state,
     stored_tensors,
 )
-from megatron.core.dist_checkpointing.tree import leaves
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
@@ -155,8 +153,7 @@ def open_live(
         CheckpointError: on all ranks, if the declarations do not cover every tensor.
     """
     peers = control_group(group)
-    built = build_factories(state)
-    shards = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedTensor)]
+    shards = split_state(state, with_common=False).shards
     gathered = peers.gather([ShardMetadata.of(shard) for shard in shards])
 
     def decide() -> dict[str, StoredTensor]:
@@ -183,7 +180,7 @@ class LiveReader:
         pass
 
     @torch.no_grad()
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
+    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`: the shape of `read`, any device, any float dtype if floats are stored.
 
         Communication:
@@ -209,10 +206,6 @@ class LiveReader:
                 sent.copy_(piece)
             target.copy_(torch_collectives.broadcast(sent, contents.group, owner))
         self.bytes_read += math.prod(shape) * dtype.itemsize
-
-    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Read at once; see `read`."""
-        self.read(tensor, read, into)
 
     def finish(self) -> None:
         """Do nothing: `start` has already read."""

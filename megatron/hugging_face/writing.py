@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.core.tokenizers.special_ids import GENERATION_NAME
+from megatron.core.tokenizers.hugging_face import GENERATION_NAME
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, full_name
@@ -347,7 +347,7 @@ def _write_config(
         name: carried[name] for name in sorted(carried) if is_without_effect(name, carried[name])
     }
     fields["architectures"] = [family.architecture]
-    fields |= family.fields(settings) | ids
+    fields |= family.exported(settings) | ids
     fields |= {
         "model_type": family.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import flags_provider, settings_of
-from megatron.core.tokenizers.special_ids import ends_of_generation
+from megatron.core.tokenizers.hugging_face import ends_of_generation
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.config.resolved import ResolvedRun

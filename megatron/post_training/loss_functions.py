@@ -32,7 +32,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
-from megatron.core.transport import torch_collectives
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """Mean loss [] of the micro batch, and values to report, without gradient."""
@@ -371,13 +370,3 @@ def contrastive_loss_func(
     first = groups.dp.rank() * len(queries)
     loss = contrastive_loss(queries, keys, temperature=temperature, first=first).mean()
     return loss, {"contrastive loss": loss.detach()}
-
-
-def mean_over_replicas(report: Mapping[str, Tensor], groups: ProcessGroupCollection) -> dict:
-    """Average the scalars that a loss function reported over dp.
-
-    Communication: an all-reduce on dp.
-    """
-    together = torch.stack([value.float() for value in report.values()])
-    torch_collectives.all_reduce(together, groups.dp)
-    return dict(zip(report, (together / groups.dp.size()).tolist(), strict=True))

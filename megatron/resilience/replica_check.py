@@ -268,15 +268,13 @@ class CompareReplicas(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Check before every update."""
-        self.check.optimizer.norm_checks.append(self._before_update)
+        check = self.check
+        check.optimizer.norm_checks.append(lambda norm: check.before_update(norm, self._iteration))
         return state
 
     def before_step(self, state: TrainState) -> None:
         """Store the iteration."""
         self._iteration = state.iteration + 1
-
-    def _before_update(self, norm: float) -> None:
-        self.check.before_update(norm, self._iteration)
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Compare at the intervals."""

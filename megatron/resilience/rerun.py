@@ -36,9 +36,9 @@ from megatron.resilience.rerun_verdict import (
     host_name,
     write_rejected_result,
 )
-from megatron.training.run.context import BatchPlan, TrainingContext, TrainStep
+from megatron.training.run.context import TrainingContext, TrainStep
 from megatron.training.run.loss_reduction import LossTable, Report
-from megatron.training.run.state import TakenStep, TrainState
+from megatron.training.run.state import BatchPlan, TakenStep, TrainState
 from megatron.training.run.step import compute_gradients
 from megatron.training.run.update import HostDecision, loss_table, skipped
 

@@ -13,7 +13,6 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.model_settings import ModelSettings
 from megatron.core.settings.flags import from_args
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as make_tokenizer
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.data import TokenizerSettings
@@ -40,8 +39,13 @@ def get_args() -> Namespace:
 
 
 def set_args(args: Namespace | None) -> None:
-    """Put the settings into their slot."""
-    _slots["args"] = args
+    """Set the settings of the run."""
+    publish(args=args)
+
+
+def publish(**variables: object) -> None:
+    """Set variables: args, tokenizer, timers, tensorboard_writer, wandb_writer, signal_handler."""
+    _slots.update(variables)
 
 
 def get_tokenizer() -> Any:
@@ -49,19 +53,9 @@ def get_tokenizer() -> Any:
     return _get("tokenizer", "set_global_variables")
 
 
-def set_tokenizer(tokenizer: TextTokenizer) -> None:
-    """Put the tokenizer into its slot."""
-    _slots["tokenizer"] = tokenizer
-
-
 def get_timers() -> Any:
     """Return the run's timers."""
     return _get("timers", "set_global_variables")
-
-
-def set_timers(timers: object) -> None:
-    """Put the timers into their slot."""
-    _slots["timers"] = timers
 
 
 def get_tensorboard_writer() -> Any:
@@ -69,29 +63,14 @@ def get_tensorboard_writer() -> Any:
     return _slots.get("tensorboard_writer")
 
 
-def set_tensorboard_writer(writer: object) -> None:
-    """Put the TensorBoard writer into its slot."""
-    _slots["tensorboard_writer"] = writer
-
-
 def get_wandb_writer() -> Any:
     """Return the Weights & Biases module of an open run; None on ranks without one."""
     return _slots.get("wandb_writer")
 
 
-def set_wandb_writer(writer: object) -> None:
-    """Put the Weights & Biases module into its slot."""
-    _slots["wandb_writer"] = writer
-
-
 def get_signal_handler() -> Any:
     """Return the handler that records signals; None without --exit-signal-handler."""
     return _slots.get("signal_handler")
-
-
-def set_signal_handler(handler: object) -> None:
-    """Put the signal handler into its slot."""
-    _slots["signal_handler"] = handler
 
 
 def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
@@ -101,16 +80,15 @@ def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
         args: result of `validate_args`.
         build_tokenizer: also build the tokenizer of the settings.
     """
-    set_args(args)
     values = vars(args)
     logging, schedule = from_args(LoggingSettings, values), from_args(ScheduleSettings, values)
     topology = from_args(Topology, values)
-    set_timers(Timers(logging.timing_log_level, logging.timing_log_option))
+    publish(args=args, timers=Timers(logging.timing_log_level, logging.timing_log_option))
     seq_length = from_args(ModelSettings, values).seq_length
     sizes = schedule.calculator_settings(topology.data_parallel_size, seq_length)
     calculator.reconfigure_num_microbatches_calculator(topology.rank, **sizes)
     if build_tokenizer and from_args(TokenizerSettings, values).tokenizer_type is not None:
-        set_tokenizer(make_tokenizer(args))
+        publish(tokenizer=make_tokenizer(args))
 
 
 def unset_global_variables() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.resilience.failure import failures_reported
 from megatron.resilience.restart_loop import RestartAttempt, run_with_restarts
-from megatron.resilience.rollback import Rollback, resilient_step
+from megatron.resilience.spike_guard import Rollback, resilient_step
 from megatron.resilience.status import RunStatus
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.pretrain_call import PretrainCall

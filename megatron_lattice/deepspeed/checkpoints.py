@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
 from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
 from megatron.core.dist_checkpointing.commit import make_directory
 from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
-from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.interop.contents import InteropContents, slice_of_stack
 from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
@@ -101,6 +100,9 @@ def load(
     path, optimizer = Path(load_dir, found), engine.optimizer
     contents = open_any(path, peers=peers)
 
+    def place(leaf: Any) -> Any:
+        return slice_of_stack(leaf, contents.manifest) if isinstance(leaf, ShardedTensor) else leaf
+
     def declare() -> tuple[dict[str, Any], StrictHandling]:
         model = engine.replica.sharded_state_dict()
         wanted: dict[str, Any] = {"model": model}
@@ -108,7 +110,7 @@ def load(
             wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
         if isinstance(contents, InteropContents):
             _check_interop(contents, needs_moments="optimizer" in wanted)
-            wanted = map_leaves(partial(_place_in, contents), wanted)
+            wanted = map_leaves(place, wanted)
         return wanted, _strictness(wanted, is_strict, contents)
 
     def apply() -> None:
@@ -136,10 +138,6 @@ def load(
     return str(path), state.get("client_state", {})
 
 
-def _place_in(contents: InteropContents, value: Any) -> Any:
-    return contents.as_slice_of_stack(value) if isinstance(value, ShardedTensor) else value
-
-
 def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) -> StrictHandling:
     if not is_strict:
         return StrictHandling.LOG_ALL
@@ -150,9 +148,10 @@ def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) 
 
 def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
     """Raise on all ranks if the optimizer's state is required and cannot be read."""
-    if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
+    why = contents.why_no_moments
+    if needs_moments and why is not None:
         raise CheckpointError(
-            f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
+            f"{contents.directory}: {why}.",
             rule="a run resumes only with the optimizer state of the checkpoint",
             fix="give load_optimizer_states=False to continue with fresh moments",
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
+from megatron_lattice.deepspeed.lr_schedules import BY_NAME, params_of_schedule
 from megatron_lattice.deepspeed.schema import (
     LOCAL,
     REMOVED,
@@ -72,51 +74,34 @@ REFUSED_OPTIMIZERS = {
     "musgd": "use SGD with groups of parameters of their own lr",
 }
 
-_PROGRESS: Schema = {"last_batch_iteration": Key(kind=(int,), default=-1)}
-_WARMUP: Schema = {
-    "warmup_num_steps": count(1000),
-    "warmup_type": text("log", ("log", "linear")),
-    **_PROGRESS,
+_SMALLEST = {
+    "total_num_steps": 1,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 1,
+    "lr_range_test_step_size": 1,
+    "last_batch_iteration": None,
 }
-_RATES: Schema = {"warmup_min_lr": anything(), "warmup_max_lr": anything()}
-_LENGTH: Schema = {"total_num_steps": count(None, 1)}
+"""Param of a schedule -> its smallest value, where this is not 0."""
+
+
+def _schedule_key(param: inspect.Parameter) -> Key:
+    """Return the key of a schedule's param: its annotation is the type of the values."""
+    if param.name == "warmup_type":
+        return text("log", ("log", "linear"))
+    kind = {"int": int, "float": float, "bool": bool}.get(param.annotation.removesuffix(" | None"))
+    if kind is None or kind is bool:  # one number for all groups, or a list
+        return anything() if kind is None else switch()
+    return Key(kind=(kind,), minimum=_SMALLEST.get(param.name, 0))
+
+
 SCHEDULERS: Mapping[str, Schema] = {
-    "WarmupLR": {**_RATES, **_WARMUP},
-    "WarmupDecayLR": {**_LENGTH, **_RATES, **_WARMUP},
-    "WarmupCosineLR": {
-        **_LENGTH,
-        "warmup_min_ratio": number(0.0, 0.0),
-        "cos_min_ratio": number(1e-4, 0.0),
-        **_WARMUP,
-    },
-    "OneCycle": {
-        "cycle_min_lr": number(None, 0.0),
-        "cycle_max_lr": number(None, 0.0),
-        "decay_lr_rate": number(0.0, 0.0),
-        "cycle_first_step_size": count(2000, 1),
-        "cycle_second_step_size": count(None, 1),
-        "cycle_first_stair_count": count(0),
-        "cycle_second_stair_count": count(None),
-        "decay_step_size": count(0),
-        "cycle_momentum": switch(True),
-        "cycle_min_mom": number(0.8, 0.0),
-        "cycle_max_mom": number(0.9, 0.0),
-        "decay_mom_rate": number(0.0, 0.0),
-        **_PROGRESS,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": anything(),
-        "lr_range_test_step_size": count(2000, 1),
-        "lr_range_test_step_rate": number(1.0, 0.0),
-        "lr_range_test_staircase": switch(),
-        **_PROGRESS,
-    },
+    name: {param.name: _schedule_key(param) for param in params_of_schedule(name)}
+    for name in BY_NAME
 }
 """scheduler.type -> its params."""
 
 REQUIRED = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    name: tuple(p.name for p in params_of_schedule(name) if p.default is p.empty)
+    for name in BY_NAME
 }
 """Params that a schedule requires."""

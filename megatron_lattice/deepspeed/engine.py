@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, ScheduleError
 from megatron.core.parameters.rng import rng_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_lattice.deepspeed import checkpoints
 from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
 from megatron_lattice.deepspeed.engine_state import EngineState
 from megatron_lattice.deepspeed.flops import count_flops, print_profile
-from megatron_lattice.deepspeed.settings import EngineSettings
 
 
 class ReplicaLoader:
@@ -48,23 +45,6 @@ class DeepSpeedEngine(EngineState):
     Accumulation, `no_sync()` and evaluation work at every stage. The engine forwards attributes
     that it lacks to the module.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        replica: DistributedDataParallel,
-        settings: EngineSettings,
-        groups: ProcessGroupCollection,
-    ) -> None:
-        """Set the parts of `EngineState`; there are no gradients yet."""
-        super().__init__(module, replica, settings, groups)
-        self._boundary: bool | None = None
-        self._is_in_no_sync = False
-        self._is_in_backward = self._is_scaled = False
-        self._num_plain = self._num_managed = 0
-        for parameter in module.parameters():
-            parameter.deepspeed_engine = weakref.ref(self)  # type: ignore[attr-defined]
-        replica.zero_grad_buffer()
 
     # A micro batch --------------------------------------------------------------------------
 

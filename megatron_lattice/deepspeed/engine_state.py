@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ class EngineState(nn.Module):
         self._loss = LossMean()
         self._was_applied = False
         self._grad_norm: float | None = None
+        self._boundary: bool | None = None
+        self._is_in_no_sync = self._is_in_backward = self._is_scaled = False
+        self._num_plain = self._num_managed = 0
+        """Backward passes of this step: calls of `loss.backward()`, and of `engine.backward()`."""
+        for parameter in module.parameters():
+            parameter.deepspeed_engine = weakref.ref(self)  # type: ignore[attr-defined]
+        replica.zero_grad_buffer()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""

@@ -15,22 +15,25 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.training.config.run import all_flags
 from megatron.training.launch import rank_info
-from megatron_lattice.deepspeed.batch import (
+from megatron_lattice.deepspeed.monitors import destination_of
+from megatron_lattice.deepspeed.reading import ReadSettings, collect
+from megatron_lattice.deepspeed.settings import (
     ACCUMULATION,
     DEFAULT,
     MICRO,
     TRAIN,
     BatchSizes,
-    resolve_batch,
-)
-from megatron_lattice.deepspeed.reading import ReadSettings, collect
-from megatron_lattice.deepspeed.settings import (
     EngineSettings,
     data_parallel_config,
     optimizer_config,
+    resolve_batch,
 )
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_REPLICATION = (
+    "num_distributed_optimizer_instances", "param_cpu_offload", "param_offload_path",
+    "overlap_cpu_optimizer_d2h_h2d", "grad_compression",
+)  # fmt: skip
 _PRECISION = (
     "fp16", "bf16", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis",
     "min_loss_scale", "on_loss_scale_floor", "use_precision_aware_optimizer",
@@ -140,7 +143,14 @@ def _values(
     ):
         if read.given.get(key):
             values[field] = read[key]
-    values |= _monitors(read)
+    if read["tensorboard.enabled"]:
+        values["tensorboard_dir"] = os.fspath(destination_of(read, "tensorboard"))
+    if read["wandb.enabled"]:
+        values["wandb_project"] = read["wandb.project"] or "deepspeed"
+        if read["wandb.team"]:
+            values["wandb_entity"] = read["wandb.team"]
+    if read["wall_clock_breakdown"]:
+        values["timing_log_level"] = 2
     batch = _batch(read, {**values, **given}, values, problems)
     if batch is None:
         return values
@@ -149,27 +159,17 @@ def _values(
     if settings.stage:
         values["data_parallel_sharding_strategy"] = replication.data_parallel_sharding_strategy
         values["use_distributed_optimizer"] = True
-        if settings.num_instances > 1:
-            values["num_distributed_optimizer_instances"] = settings.num_instances
-        if replication.param_cpu_offload:
-            values["param_cpu_offload"] = True
-        if replication.param_offload_path is not None:
-            values["param_offload_path"] = replication.param_offload_path
-    if replication.overlap_cpu_optimizer_d2h_h2d:
-        values["overlap_cpu_optimizer_d2h_h2d"] = True
     if settings.overlaps_reduction:
         values["overlap_grad_reduce"] = True
     if replication.bucket_size is not None:
         values["ddp_bucket_size"] = replication.bucket_size
-    if replication.grad_compression != "none":
-        values["grad_compression"] = replication.grad_compression
     config = optimizer_config(settings)
     if "gradient_clipping" in read.given:
         values["clip_grad"] = config.clip_grad
-    fresh = type(config)()
-    for name in _PRECISION:
-        if getattr(config, name) != getattr(fresh, name):
-            values[name] = getattr(config, name)
+    for source, names in ((replication, _REPLICATION), (config, _PRECISION)):
+        usual = type(source)()
+        found = {name: getattr(source, name) for name in names}
+        values |= {n: value for n, value in found.items() if value != getattr(usual, n)}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) != torch.float32:
             values[name] = _DTYPES[getattr(config, name)]
@@ -177,22 +177,6 @@ def _values(
         params = read.sections["optimizer"]["params"]
         values |= {name: getattr(config, name) for name in _RULE if _decides(name, params, config)}
     return values | _schedule(read, config.lr)
-
-
-def _monitors(read: ReadSettings) -> dict[str, Any]:
-    """Return the flags for the monitor sections and the timing keys."""
-    values: dict[str, Any] = {}
-    if read["tensorboard.enabled"]:
-        base = read["tensorboard.output_path"] or os.path.expanduser("~/tensorboard")
-        job = read["tensorboard.job_name"] or "DeepSpeedJobName"
-        values["tensorboard_dir"] = os.path.join(base, job)
-    if read["wandb.enabled"]:
-        values["wandb_project"] = read["wandb.project"] or "deepspeed"
-        if read["wandb.team"]:
-            values["wandb_entity"] = read["wandb.team"]
-    if read["wall_clock_breakdown"]:
-        values["timing_log_level"] = 2
-    return values
 
 
 def _decides(name: str, params: Mapping[str, Any], config: Any) -> bool:

@@ -7,6 +7,7 @@ section 3.3. Cosine: "SGDR", section 3, arXiv 1608.03983.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -277,3 +278,8 @@ BY_NAME: Mapping[str, Callable[..., Schedule]] = {
     each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """scheduler.type -> class."""
+
+
+def params_of_schedule(name: str) -> list[inspect.Parameter]:
+    """Return the params of a schedule in a configuration: all arguments but the optimizer."""
+    return list(inspect.signature(BY_NAME[name]).parameters.values())[1:]

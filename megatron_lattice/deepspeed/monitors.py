@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.foundation import optional_imports
 from megatron.core.timers import Timers
 from megatron.training.hooks.scalars import ScalarSink, TensorBoardSink, WandbSink
+from megatron_lattice.deepspeed.reading import ReadSettings
 from megatron_lattice.deepspeed.settings import EngineSettings
 
 Event = tuple[str, Any, int]
@@ -102,7 +103,7 @@ class MonitorMaster:
         self.sinks, self._tensorboard = [], None
 
 
-def destination_of(settings: EngineSettings, section: str) -> Path:
+def destination_of(settings: EngineSettings | ReadSettings, section: str) -> Path:
     """Return a monitor's directory: `job_name` in `output_path`, by default in the home."""
     base = settings[f"{section}.output_path"] or os.path.join(os.path.expanduser("~"), section)
     return Path(base) / (settings[f"{section}.job_name"] or "DeepSpeedJobName")

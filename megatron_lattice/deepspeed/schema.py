@@ -72,29 +72,32 @@ def anything(**options: Any) -> Key:
     return Key(kind=(object,), **options)
 
 
+def unused(reason: str, *names: str) -> Schema:
+    """Return keys of any value that have no effect for one reason."""
+    return {name: anything(no_effect=reason) for name in names}
+
+
 _OFFLOAD_OPTIMIZER: Schema = {
     "device": text("none", ("none", "cpu", "nvme")),
     "nvme_path": text(),
     "ratio": number(1.0, 0.0),
     "pin_memory": switch(True, no_effect="host memory is pinned where copies need it"),
-    "buffer_count": count(4, no_effect=_DISK),
-    "buffer_size": count(100_000_000, no_effect=_DISK),
-    "fast_init": switch(no_effect=_DISK),
-    "pipeline": switch(no_effect=_DISK),
-    "pipeline_read": switch(no_effect=_DISK),
-    "pipeline_write": switch(no_effect=_DISK),
     "super_offload": switch(refused="use offload_optimizer.device cpu"),
     "cpuadam_cores_perc": number(0.8, no_effect="the update uses the threads of torch"),
-}
+    **unused(
+        _DISK,
+        "buffer_count", "buffer_size", "fast_init", "pipeline", "pipeline_read", "pipeline_write",
+    ),
+}  # fmt: skip
 
 _OFFLOAD_PARAM: Schema = {
     "device": text("none", ("none", "cpu", "nvme")),
     "nvme_path": text(),
-    "pin_memory": switch(True, no_effect=_STAGE3),
-    "buffer_count": count(5, no_effect=_STAGE3),
-    "buffer_size": count(100_000_000, no_effect=_STAGE3),
-    "max_in_cpu": count(1_000_000_000, no_effect=_STAGE3),
-}
+    **unused(
+        _STAGE3,
+        "pin_memory", "buffer_count", "buffer_size", "max_in_cpu",
+    ),
+}  # fmt: skip
 
 _ZERO: Schema = {
     "stage": Key(kind=(int,), default=0, choices=(0, 1, 2, 3)),
@@ -104,15 +107,11 @@ _ZERO: Schema = {
     "zero_quantized_gradients": switch(),
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
     "offload_param": _OFFLOAD_PARAM,
-    "allgather_bucket_size": count(500_000_000, no_effect=_TUNES),
     "allgather_partitions": switch(True, no_effect="parameters are always all-gathered"),
-    "allgather_sequential": switch(no_effect=_TUNES),
-    "stage3_allgather_sequential": switch(no_effect=_TUNES),
     "parameter_alignment": switch(no_effect="shards begin at multiples of 128 elements"),
     "compute_grad_norm": switch(True, no_effect="the norm of the gradients is always computed"),
     "contiguous_gradients": switch(True, no_effect="gradients always are in flat buffers"),
     "reduce_scatter": switch(True, no_effect="sharded gradients are always reduce-scattered"),
-    "use_multi_rank_bucket_allreduce": switch(True, no_effect=_TUNES),
     "round_robin_gradients": switch(no_effect="shards are equal on all ranks"),
     "ignore_unused_parameters": switch(True, no_effect="unused parameters are always allowed"),
     "elastic_checkpoint": switch(no_effect="any number of ranks loads any checkpoint"),
@@ -122,23 +121,9 @@ _ZERO: Schema = {
     "cpu_offload_param": switch(refused='write "offload_param": {"device": "cpu"}'),
     "cpu_offload_params": switch(refused='write "offload_param": {"device": "cpu"}'),
     "cpu_offload_use_pin_memory": switch(no_effect="host memory is pinned where copies need it"),
-    "sub_group_size": count(1_000_000_000, no_effect=_TUNES),
     "pipeline_loading_checkpoint": switch(no_effect=LOCAL),
     "override_module_apply": switch(True, no_effect="build the module before initialize"),
     "save_muon_momentum_buffer_in_memory": switch(no_effect="all optimizer state is kept"),
-    "stage3_max_live_parameters": count(1_000_000_000, no_effect=_STAGE3),
-    "stage3_max_reuse_distance": count(1_000_000_000, no_effect=_STAGE3),
-    "stage3_prefetch_bucket_size": count(50_000_000, no_effect=_STAGE3),
-    "stage3_param_persistence_threshold": count(100_000, no_effect=_STAGE3),
-    "stage3_model_persistence_threshold": count(no_effect=_STAGE3),
-    "stage3_module_granularity_threshold": count(0, no_effect=_STAGE3),
-    "stage3_use_all_reduce_for_fetch_params": switch(no_effect=_STAGE3),
-    "stage3_gather_16bit_weights_on_model_save": switch(
-        no_effect="save_16bit_model gathers the weights by itself"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": switch(
-        no_effect="save_16bit_model gathers the weights by itself"
-    ),
     "memory_efficient_linear": switch(True, no_effect="saved weights take no memory here"),
     "leaf_module": anything(no_effect="units are whole layers: routing inside a unit is allowed"),
     "zero_hpz_partition_size": count(
@@ -149,19 +134,28 @@ _ZERO: Schema = {
     "mics_hierarchical_params_gather": switch(no_effect="gathers stay within a shard group"),
     "log_trace_cache_warnings": switch(no_effect=_TALK),
     "enable_sanity_checks": switch(no_effect="checks that prevent a hang are always on"),
-    "param_persistence_threshold": count(no_effect=_STAGE3),
-    "model_persistence_threshold": count(no_effect=_STAGE3),
-    "max_live_parameters": count(no_effect=_STAGE3),
-    "max_reuse_distance": count(no_effect=_STAGE3),
-    "prefetch_bucket_size": count(no_effect=_STAGE3),
-    "module_granularity_threshold": count(0, no_effect=_STAGE3),
-    "use_all_reduce_for_fetch_params": switch(no_effect=_STAGE3),
-    "gather_16bit_weights_on_model_save": switch(
-        no_effect="save_16bit_model gathers the weights by itself"
-    ),
     "zeropp_loco_param": anything(refused=REMOVED),
     "zenflow": anything(refused="use offload_optimizer.device cpu"),
-}
+    **unused(
+        _STAGE3,
+        "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+        "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+        "max_reuse_distance", "prefetch_bucket_size", "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+    ),
+    **unused(
+        _TUNES,
+        "allgather_bucket_size", "allgather_sequential", "stage3_allgather_sequential",
+        "use_multi_rank_bucket_allreduce", "sub_group_size",
+    ),
+    **unused(
+        "save_16bit_model gathers the weights by itself",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+    ),
+}  # fmt: skip
 
 _FP16: Schema = {
     "enabled": switch(),
@@ -271,20 +265,15 @@ SCHEMA: Schema = {
     "disable_allgather": switch(no_effect=LOCAL),
     "zero_force_ds_cpu_optimizer": switch(True, no_effect=LOCAL),
     "use_node_local_storage": switch(no_effect="checkpoints are written by all ranks together"),
-    "aio": {
-        name: anything(no_effect=_DISK)
-        for name in (
-            "block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit",
-            "overlap_events", "use_gds",
-        )
-    },
-    "activation_checkpointing": {
-        name: anything(no_effect="only deepspeed.checkpointing reads it, and it always recomputes")
-        for name in (
-            "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-            "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
-        )
-    },
+    "aio": unused(
+        _DISK, "block_size", "queue_depth", "thread_count", "intra_op_parallelism",
+        "single_submit", "overlap_events", "use_gds",
+    ),
+    "activation_checkpointing": unused(
+        "only deepspeed.checkpointing reads it, and it always recomputes",
+        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+        "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
+    ),
     "checkpoint": {
         "tag_validation": text("Warn", no_effect="ranks always agree on the tag"),
         "load_universal": switch(no_effect="every checkpoint is universal"),
@@ -293,10 +282,7 @@ SCHEMA: Schema = {
         "writer": anything(no_effect=LOCAL),
         "async_save": anything(no_effect=LOCAL),
     },
-    "comms_logger": {
-        name: anything(no_effect=_TALK)
-        for name in ("enabled", "verbose", "prof_all", "prof_ops", "debug")
-    },
+    "comms_logger": unused(_TALK, "enabled", "verbose", "prof_all", "prof_ops", "debug"),
     "flops_profiler": {
         "enabled": switch(),
         "profile_step": count(1, 1),
@@ -318,7 +304,7 @@ SCHEMA: Schema = {
         "kwargs": anything(no_effect=LOCAL),
         "deepcompile": switch(refused="drop it"),
         "passes": anything(refused="drop it"),
-        **{name: anything(no_effect="it only tunes deepcompile") for name in _DEEPCOMPILE},
+        **unused("it only tunes deepcompile", *_DEEPCOMPILE),
     },
     "pipeline": anything(
         no_effect="a plain module is one stage; pretrain_gpt.py has pipelines"
@@ -342,13 +328,11 @@ SCHEMA: Schema = {
     "weight_quantization": anything(refused="drop it: this is for training"),
     "hybrid_engine": {
         "enabled": switch(refused="drop it: this is for training"),
-        **{
-            name: anything(no_effect="hybrid_engine.enabled is off")
-            for name in (
-                "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters",
-                "tp_gather_partition_size", "enable_cuda_graph",
-            )
-        },
+        **unused(
+            "hybrid_engine.enabled is off", "max_out_tokens", "inference_tp_size",
+            "release_inference_cache", "pin_parameters", "tp_gather_partition_size",
+            "enable_cuda_graph",
+        ),
     },
     "graph_harvesting": switch(refused=REMOVED),
 }  # fmt: skip

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,12 @@ TextArray = NDArray[np.str_]
 UNKNOWN = math.nan
 """A number that the source of a row lacks; `autofill.autofill` replaces it."""
 
-RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
+RECOMPUTE_KINDS = (
+    "none", "selective", "layernorm", "mlp", "selective_op", "modules", "activations", "full",
+)  # fmt: skip
 """Recomputed parts: nothing; the attention core; the norms; the feed-forward, with its experts;
-every second matrix product; norms and activations; the whole layer."""
+every second matrix product; the small modules of published recipes; norms and the inputs of the
+second products of experts; the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +59,29 @@ class Workloads:
     moe_ffn_hidden_size: FloatArray
     expert_hidden_size: FloatArray
     """Width of the inputs and outputs of routed experts: the hidden size, or the latent size."""
-    active_params: FloatArray
-    """Published number of parameters that process a token, for parameters without a column (shared
-    experts, latent attention); 0 if the columns describe all parameters."""
+    mixer_scale: FloatArray
+    """Weights beside the routed experts that process a token, over the weights of the projections
+    of attention: latent attention has fewer, shared experts and dense layers are more."""
     dense_params: FloatArray
     """Weights of a layer without its routed experts, the mean of all layers."""
     expert_params: FloatArray
     """Weights of all routed experts of a layer, the mean of all layers."""
+    attention_layers: FloatArray
+    """Share of the layers that have attention; the next three likewise."""
+    dense_layers: FloatArray
+    expert_layers: FloatArray
+    mamba_layers: FloatArray
+    mamba_width: FloatArray
+    """Heads times head size of a Mamba-2 mixer."""
+    mamba_inputs: FloatArray
+    """Width of the projection before it."""
+    mamba_state_size: FloatArray
+    attended_share: FloatArray
+    """Share of the causal scores that windows leave, the mean of all layers; 1 without windows."""
+    has_sinks: FloatArray
+    """1 where a learned sink takes part in the softmax of attention."""
+    trained_share: FloatArray
+    """Share of the weights that the optimizer updates: 1, or the share of the adapters."""
     num_tables: FloatArray
     """Matrices of vocabulary size: 1 where the output layer is the embedding, else 2."""
     seq_length: FloatArray
@@ -95,9 +114,17 @@ class Workloads:
     may_interleave: FloatArray
     """1 where the schedule allows several chunks."""
     must_interleave: FloatArray
+    software: TextArray
+    """Kind of software; constants differ by kind. `unfused`: software of 2021. `deepspeed`: the
+    same with a ZeRO stage; DeepSpeed's engine runs the pipeline. `megatron`: fused kernels.
+    `fsdp`: fused kernels, with PyTorch's attention and overlap of sharded parameters."""
+    graphs: TextArray
+    """CUDA graphs: none, layer (of attention and the router), iteration (of the whole step); empty
+    where it was not published."""
+    grouped_products: FloatArray
+    """1 where one kernel computes the products of all local experts."""
     flash_attention: FloatArray
-    """1: fused attention kernels and the overlaps of software from 2023 on; 0: software of 2021,
-    which writes the scores to memory and overlaps nothing."""
+    """1: fused attention and overlaps, from 2023 on; 0: scores in memory, nothing overlapped."""
     nvlink_domain: FloatArray
     """Number of GPUs in an NVLink domain."""
     nic_bytes_per_s: FloatArray
@@ -113,6 +140,14 @@ class Workloads:
     def replace(self, **columns: NDArray[Any]) -> Workloads:
         """Return the table with other values in some columns."""
         return dataclasses.replace(self, **columns)
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[TextArray, NDArray[np.int_]]]:
+        """Return the distinct words of a text column, and the number of each row's word."""
+        return {
+            name: np.unique(getattr(self, name), return_inverse=True)
+            for name in ("gpu", "precision", "software")
+        }
 
     @property
     def microbatch_tokens(self) -> FloatArray:
@@ -141,18 +176,19 @@ class Workloads:
         return self.num_experts > 0
 
     @property
-    def software(self) -> TextArray:
-        """Return the kind of software of each row; constants differ by kind.
+    def expert_ranks(self) -> FloatArray:
+        """Return the ranks that share the experts of a layer."""
+        return self.expert_size * self.expert_tensor_size
 
-        `unfused`: software of 2021. `deepspeed`: the same with a ZeRO stage; DeepSpeed's engine
-        runs the pipeline. `megatron`: fused kernels, with replicated parameters or ZeRO-1. `fsdp`:
-        fused kernels with sharded parameters (FSDP, ZeRO-3), with PyTorch's kernels and overlap.
-        """
-        alone = self.tensor_size * self.pipeline_size == 1
-        is_fsdp = (self.sharding_stage >= 3) | ((self.sharding_stage >= 2) & alone)
-        fused = np.where(is_fsdp, "fsdp", "megatron")
-        unfused = np.where(self.sharding_stage >= 1, "deepspeed", "unfused")
-        return np.where(self.flash_attention > 0, fused, unfused)
+    @property
+    def replicas(self) -> FloatArray:
+        """Return the ranks that hold the same weights outside of experts."""
+        return self.data_size * self.context_size
+
+    @property
+    def expert_replicas(self) -> FloatArray:
+        """Return the ranks that hold the same experts."""
+        return np.maximum(self.replicas * self.tensor_size / self.expert_ranks, 1.0)
 
     @property
     def local_experts(self) -> FloatArray:
@@ -161,15 +197,6 @@ class Workloads:
 
 
 _FIELDS = dataclasses.fields(Workloads)
-
-
-def joined(tables: Sequence[Workloads]) -> Workloads:
-    """Return the rows of all tables, one after the other."""
-    columns = {
-        field.name: np.concatenate([getattr(table, field.name) for table in tables])
-        for field in _FIELDS
-    }
-    return Workloads(**columns)
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
@@ -198,7 +225,7 @@ def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
     records = [_record(index, row) for index, row in enumerate(rows)]
     columns: dict[str, Any] = {}
     for field in _FIELDS:
-        is_text = field.name in ("gpu", "recompute", "precision")
+        is_text = field.name in ("gpu", "recompute", "precision", "software", "graphs")
         values = [record[field.name] for record in records]
         columns[field.name] = np.array(values, dtype=str if is_text else np.float64)
     return Workloads(**columns)
@@ -241,9 +268,33 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     world_size, tp, pp, cp = (number(name, 1) for name in ("n_gpus", "TP", "PP", "CP"))
     groups, head_dim = number("kv_heads", heads), number("head_dim", hidden / heads)
     halves, num_experts = 1 + number("glu", 0), number("experts", 0)
+    layers, seq_length = number("layers"), number("seq")
+    with_experts = number("expert_layers", layers * (num_experts > 0)) / layers
+    with_mamba = number("mamba_layers", 0) / layers
+    with_attention = number("attention_layers", layers) / layers
+    with_mlp = number("dense_layers", layers * (1 - with_experts)) / layers
+    mamba_heads, state = number("mamba_heads", 0), number("mamba_state", 0)
+    mamba_width = mamba_heads * number("mamba_head_dim", 0)
+    mamba_inputs = 2 * (mamba_width + number("mamba_groups", 1) * state) + mamba_heads
     attention = 2 * hidden * (heads + groups) * head_dim
+    expert = hidden * number("moe_ffn", 0) * (1 + halves)
+    scale = mixer_scale(
+        number("active_B", 0) * 1e9 / layers - with_experts * number("topk", 0) * expert,
+        hidden * number("vocab") / layers,
+        with_attention * attention,
+    )
     # In a layer with experts, only the router is dense.
-    mlp = hidden * (num_experts or number("ffn", 4 * hidden) * (1 + halves))
+    dense_params = (
+        with_attention * attention * scale
+        + with_experts * hidden * num_experts
+        + with_mlp * hidden * number("ffn", 4 * hidden) * (1 + halves)
+        + with_mamba * hidden * (mamba_inputs + mamba_width)
+    )
+    expert_params = expert * num_experts * with_experts
+    # Two matrices of rank r beside each of the four of a layer, with its widths.
+    adapters = number("lora_rank", 0) * (4 * hidden + 2 * (heads + groups) * head_dim)
+    window = min(number("window", seq_length), seq_length) / seq_length
+    windowed = number("window_layers", layers if window < 1 else 0) / layers
     # Without the scaling recipe: fp8-cs is fp8.
     precision = re.split("[-_]", (row.get("precision") or "bf16").strip().lower())[0]
     stages = [float(letter) for letter in row.get("zero") or "" if letter in "0123"]
@@ -251,7 +302,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     # Block-scaled weights are stored in both orientations in addition to the 16-bit weights.
     has_copies = precision in ("mxfp8", "nvfp4") and sharding_stage < 3
     return {
-        "num_layers": number("layers"),
+        "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": groups,
@@ -263,12 +314,22 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "moe_router_topk": number("topk", 0),
         "moe_ffn_hidden_size": number("moe_ffn", 0),
         "expert_hidden_size": hidden,
-        "active_params": number("active_B", 0) * 1e9,
-        "dense_params": attention + mlp,
-        "expert_params": hidden * number("moe_ffn", 0) * (1 + halves) * num_experts,
+        "mixer_scale": scale,
+        "dense_params": dense_params,
+        "expert_params": expert_params,
+        "attention_layers": with_attention,
+        "dense_layers": with_mlp,
+        "expert_layers": with_experts,
+        "mamba_layers": with_mamba,
+        "mamba_width": mamba_width,
+        "mamba_inputs": mamba_inputs,
+        "mamba_state_size": state,
+        "attended_share": 1 - windowed * (1 - window * (2 - window)),
+        "has_sinks": float(_choice(row, "sinks", ("no", "yes")) == "yes"),
+        "trained_share": adapters / (dense_params + expert_params) if adapters else 1.0,
         # Software of 2024 has a separate output layer.
         "num_tables": halves,
-        "seq_length": number("seq"),
+        "seq_length": seq_length,
         "gpu": gpu,
         "world_size": world_size,
         "tensor_size": tp,
@@ -293,9 +354,57 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "may_interleave": float(is_pipelined and schedule != "1f1b"),
         "must_interleave": float(is_pipelined and schedule == "interleaved"),
         "flash_attention": float(flash),
+        "software": _software(row, gpu, sharding_stage, is_alone=tp * pp == 1, is_fused=flash),
+        "graphs": _choice(row, "graphs", ("none", "layer", "iteration")),
+        "grouped_products": float(_choice(row, "grouped", ("no", "yes")) == "yes"),
         "nvlink_domain": number("nvlink_domain", 8),
         "nic_bytes_per_s": number("inter_node_GBps_per_gpu", 50) * 1e9,
     }
+
+
+def mixer_scale(others: float, table: float, attention: float) -> float:
+    """Return the weights beside the routed experts over the weights of attention by its columns.
+
+    All are weights of a layer; `others` contains 0 to 2 tables of the vocabulary, or is negative.
+    """
+    if others <= 0 or not attention:
+        return 1.0
+    # Publications count the tables of the vocabulary or not: the count closest to the columns.
+    ratios = [max((others - number * table) / attention, 0.4) for number in (0, 1, 2)]
+    return min(min(ratios, key=lambda ratio: abs(math.log(ratio))), 3.0)
+
+
+def _software(
+    row: Mapping[str, str], gpu: str, sharding_stage: float, *, is_alone: bool, is_fused: bool
+) -> str:
+    """Return the kind of software; without the column, the usual kind for the other columns.
+
+    Sharded parameters: PyTorch's FSDP up to Hopper, and Megatron's on Blackwell.
+    """
+    if named := _choice(row, "software", ("unfused", "deepspeed", "megatron", "fsdp")):
+        return named
+    if not is_fused:
+        return "deepspeed" if sharding_stage >= 1 else "unfused"
+    is_torch = gpu.startswith(("A", "H")) and (
+        sharding_stage >= 3 or sharding_stage >= 2 and is_alone
+    )
+    return "fsdp" if is_torch else "megatron"
+
+
+def _choice(row: Mapping[str, str], column: str, known: Sequence[str]) -> str:
+    """Return the word in a column, or an empty text.
+
+    Raises:
+        ConfigError: another word.
+    """
+    word = (row.get(column) or "").strip().lower()
+    if word and word not in known:
+        raise ConfigError(
+            f"{row.get('id') or 'a row'}: column {column!r} has {word!r}.",
+            rule=f"the column has one of {', '.join(known)}, or nothing",
+            fix=f"write one of them in {column}, or leave it empty",
+        )
+    return word
 
 
 def _recompute(text: str) -> str:
@@ -323,8 +432,8 @@ def embedding_parameters(workloads: Workloads) -> FloatArray:
 
 def parameters_of_layer(workloads: Workloads) -> FloatArray:
     """Return the weights of one layer on one tensor-parallel rank."""
-    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
-    return workloads.dense_params / workloads.tensor_size + workloads.expert_params / expert_ranks
+    experts = workloads.expert_params / workloads.expert_ranks
+    return workloads.dense_params / workloads.tensor_size + experts
 
 
 def parameters_of_rank(workloads: Workloads) -> RankParameters:
@@ -335,8 +444,7 @@ def parameters_of_rank(workloads: Workloads) -> RankParameters:
     layers = workloads.num_layers / workloads.pipeline_size
     tables = np.where(workloads.pipeline_size == 1, workloads.num_tables, 1.0)
     tables = tables * embedding_parameters(workloads)
-    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
     return RankParameters(
         dense=(layers * workloads.dense_params + tables) / workloads.tensor_size,
-        expert=layers * workloads.expert_params / expert_ranks,
+        expert=layers * workloads.expert_params / workloads.expert_ranks,
     )

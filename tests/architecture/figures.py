@@ -312,7 +312,6 @@ SMALL_WITH_REASON = {
     "megatron/core/models/bert/pooler.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_gelu.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
-    "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,
     "megatron_lattice/deepspeed/accelerator.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,

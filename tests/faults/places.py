@@ -86,7 +86,7 @@ def _contradictions(where: str, stack: list[Frame]) -> Iterator[str]:
 
 def _activity(stack: list[Frame]) -> str:
     for frame in stack:
-        if frame.is_in("run/evaluate.py"):
+        if frame.is_in("hooks/evaluation.py", "evaluate"):
             return "evaluating"
         if frame.is_in("hooks/save.py", "_save"):
             return "saving a checkpoint"

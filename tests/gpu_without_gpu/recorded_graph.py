@@ -49,6 +49,6 @@ def graphs_on_cpu():
     GRAPHS.clear()
     with (
         mock.patch.object(device, "records_graphs", return_value=True),
-        mock.patch.object(device_graph, "new_graph", RecordedGraph),
+        mock.patch.object(device_graph, "DeviceGraph", RecordedGraph),
     ):
         yield

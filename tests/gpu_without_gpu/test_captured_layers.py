@@ -216,7 +216,7 @@ def older_cuda():
 def test_an_older_torch_records_graphs_of_cuda(older_cuda):
     assert device.records_graphs()
     pool = MemoryPool()
-    first, second = device_graph.new_graph(pool), device_graph.new_graph(pool)
+    first, second = device_graph.DeviceGraph(pool), device_graph.DeviceGraph(pool)
     assert first.capture(lambda: (None,)) == second.capture(lambda: (None,)) == (None,)
     stream = device_graph._side_stream(None)
     assert [call.kwargs for call in older_cuda.call_args_list] == [

@@ -70,6 +70,10 @@ def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, wai
     assert seen["peak"] == sum(seen["kinds"].values())
 
 
+def test_a_model_initialized_on_the_cpu_steps_on_the_device():
+    assert first_rank(f"{DENSE} --use-cpu-initialization {LATER}")["waits"] == {}
+
+
 def first_rank(words):
     """Return what was seen of the first rank of 32."""
     command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]

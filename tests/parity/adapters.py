@@ -47,7 +47,7 @@ from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.low_rank_adapter import (
-    AdapterSettings,
+    LoraConfig,
     is_of_adapter,
 )
 from megatron.hugging_face import (
@@ -219,10 +219,10 @@ def _our_step(
     words += ["--sequence-parallel"] * (groups.tp.size() > 1)
     chunk, _ = our_model(folder / "base", groups, *words)
     chunk.to(dtype)
-    settings = AdapterSettings(
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        target_modules=tuple(adapter.targets),
+    settings = LoraConfig(
+        lora_rank=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_target_modules=tuple(adapter.targets),
         use_dora=adapter.use_dora,
     )
     add_adapters([chunk], settings, groups)

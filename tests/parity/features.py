@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.command_line import read_command_line
-from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
-from megatron.core.transformer.config.precision import RECOMPUTE_MODULES
+from megatron.core.transformer.config.precision import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.table import FIGURES, errors_of, exceeds, figures
 from tests.parity.training_case import transformer_config

@@ -91,7 +91,7 @@ def spellings(case: str) -> dict[str, Fields]:
                 if arguments.get(name) == heads}  # fmt: skip
         found["more heads"] = _written(kind, {**arguments, **more})
     model_type = found["newer"]["model_type"]
-    older = _BY_TYPE[model_type].fields(ours(found["newer"]))
+    older = _BY_TYPE[model_type].exported(ours(found["newer"]))
     return found | {"older": {**json.loads(json.dumps(older)), "model_type": model_type}}
 
 

@@ -6,8 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
-from megatron.core.transformer.config.precision import RECOMPUTE_MODULES
+from megatron.core.transformer.config.precision import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from tests.parity.features import (
     COMPOSITE,
     FEATURES,

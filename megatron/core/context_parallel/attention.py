@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVBlock, KVExchange, blockwise_attention
 from megatron.core.step_context.random_scope import SequenceShard
+from megatron.core.tensor_parallel.mappings import CollectivePair
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -269,7 +269,7 @@ def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     u = group.size()
     s, b = parts[0].shape[:2]
     by_rank = [part.reshape(s, b, u, -1) for part in parts]
-    joined = _AllToAll.apply(torch.cat(by_rank, 3), group, True)
+    joined = CollectivePair.apply(torch.cat(by_rank, 3), group, _to_sequence, _to_heads)
     pieces = joined.split([part.shape[3] for part in by_rank], 2)
     return [
         piece.reshape(*piece.shape[:2], -1, part.shape[3])
@@ -279,7 +279,7 @@ def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 def sequence_to_heads(x: Tensor, group: Group) -> Tensor:
     """Undo `heads_to_sequence`: [s, b, n/u, d] -> [s/u, b, u, n/u * d], heads in rank order."""
-    return _AllToAll.apply(x.flatten(2), group, False)
+    return CollectivePair.apply(x.flatten(2), group, _to_heads, _to_sequence)
 
 
 def _to_sequence(x: Tensor, group: Group) -> Tensor:
@@ -293,16 +293,3 @@ def _to_heads(x: Tensor, group: Group) -> Tensor:
     """[s, b, w] -> [s/u, b, u, w]."""
     received = collectives.all_to_all(split_zigzag(x, group.size()), group)
     return received.movedim(0, 2).contiguous()
-
-
-class _AllToAll(torch.autograd.Function):
-    """`_to_sequence` or `_to_heads`; each is the backward of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
-        ctx.group, ctx.to_sequence = group, to_sequence
-        return (_to_sequence if to_sequence else _to_heads)(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (_to_heads if ctx.to_sequence else _to_sequence)(grad, ctx.group), None, None

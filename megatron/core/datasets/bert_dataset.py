@@ -16,7 +16,6 @@ from megatron.core.datasets.masked_dataset import (
     MaskedWordPieceDataset,
     MaskedWordPieceDatasetConfig,
     padded,
-    special_ids,
 )
 
 MASKED_SHARE, KEPT_SHARE = 0.8, 0.1
@@ -50,7 +49,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         self.min_sentences = 2 if config.classification_head else 1
         self.num_added = 3 if config.classification_head else 2
         names = ("cls", "sep", "mask", "pad")
-        self._cls, self._sep, self._mask, self._pad = special_ids(config.tokenizer, names, "BERT")
+        self._cls, self._sep, self._mask, self._pad = (
+            int(config.tokenizer.special_id(name, purpose="BERT")) for name in names
+        )
         super().__init__(*args, **named)  # type: ignore[arg-type]
 
     @staticmethod
@@ -81,7 +82,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         ids = ids.astype(np.int64)
         types = np.repeat([0, 1][: len(texts)], [len(text) + 1 for text in texts])
         types = np.concatenate([[0], types])
-        hidden = self._hide(ids, random)
+        spans = self._choose_spans(ids, random, (ids != self._cls) & (ids != self._sep))
+        hidden = np.concatenate([np.arange(a, b) for a, b in spans] or [np.empty(0, np.int64)])
         size, count = self.config.sequence_length, len(ids)
         labels = np.zeros(size, np.int64)
         labels[hidden] = ids[hidden]
@@ -97,12 +99,6 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         }
         sample: dict[str, Tensor | int] = {n: torch.from_numpy(a) for n, a in arrays.items()}
         return sample | {"is_random": int(is_random), "truncated": int(is_cut)}
-
-    def _hide(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Return the positions of the tokens of [n] to hide."""
-        hideable = (ids != self._cls) & (ids != self._sep)
-        spans = self._choose_spans(ids, random, hideable)
-        return np.concatenate([np.arange(a, b) for a, b in spans] or [np.empty(0, np.int64)])
 
     def _shown(
         self, ids: np.ndarray, hidden: np.ndarray, random: np.random.Generator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Sized
@@ -67,15 +68,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         self.unique_identifiers = self._identify()
         self._length = sum(map(len, self.datasets)) if size is None else size
         self._table = self._load_or_walk()
-        self._order = self._make_order()
         self._check_sizes()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_order": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._order = self._make_order()
 
     def __len__(self) -> int:
         return self._length
@@ -87,17 +80,14 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][inner]}  # type: ignore[index]
 
     def num_tokens(self, idx: int) -> int:
-        """Return how many tokens sample `idx` has before it is filled up."""
         dataset_id, number = self._order[idx]
         return self.datasets[dataset_id].num_tokens(number)
 
     def without_padding(self, idx: int) -> dict[str, Any]:
-        """Return sample `idx` as it is before it is filled up."""
         dataset_id, number = self._order[idx]
         return self.datasets[dataset_id].without_padding(number)
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the inputs of the samples' order, see `GPTDataset.order_fingerprint`."""
         identity: dict[str, Any] = {
             "weights": self.weights,
             "members": [dataset.order_fingerprint() for dataset in self.datasets],
@@ -120,7 +110,8 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         """int64 [len], the number of every sample within its dataset; made anew each time."""
         return self._order.arrays()[1]
 
-    def _make_order(self) -> GreedyOrder | SpacedOrder:
+    @functools.cached_property
+    def _order(self) -> GreedyOrder | SpacedOrder:
         weights = np.array(self.weights)
         if self._table is None:
             return SpacedOrder(weights, self._length)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.document_masks import across_documents, causal_mask, document_starts
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
-from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.mock_tokens import MockTokens, special_id
 from megatron.core.datasets.order.index_building import (
     EpochPlan,
@@ -31,12 +30,11 @@ from megatron.core.datasets.order.sample_order import (
     ShuffledDocuments,
     ShuffledWindows,
     TokenStream,
-    contiguous,
 )
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError
 
-__all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens", "causal_mask"]
+__all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +130,6 @@ class GPTDataset(MegatronDataset):
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
         self._eod = self._find_eod()
         self._pad = self._find_pad()
-        self._plain = _without_documents(config)
         resets = config.reset_position_ids or config.reset_attention_mask
         # Without an end-of-document token a sample is one document.
         self._looks_at_documents = self._eod is not None and (resets or config.document_starts)
@@ -141,15 +138,7 @@ class GPTDataset(MegatronDataset):
             self.document_index = arrays["document_index"]
             self.sample_index = arrays["sample_index"]
             self.shuffle_index = arrays["shuffle_index"]
-        self._order = self._make_order()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_order": None, "_plain": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._plain = _without_documents(self.config)
-        self._order = self._make_order()
+        len(self)  # raises for documents that the order cannot be made of
 
     def order_fingerprint(self) -> dict[str, Any]:
         """Return the inputs of the samples' order: equal fingerprints mean equal samples.
@@ -174,25 +163,26 @@ class GPTDataset(MegatronDataset):
 
     @functools.cached_property
     def _plan(self) -> EpochPlan:
-        tokens = self._num_tokens(self.dataset.sequence_lengths)
         length = self.config.sequence_length
-        return plan_epochs(tokens, length, self._extra_token, self.num_samples)
+        return plan_epochs(self._num_tokens(), length, self._extra_token, self.num_samples)
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Number of samples, possibly fractional, in one pass over the documents."""
         return self._plan.tokens_per_epoch / self.config.sequence_length
 
-    def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
+    @functools.cached_property
+    def _order(self) -> ShuffledDocuments | ShuffledWindows:
         if self.config.sample_order == "megatron":
-            arrays = {
-                "document_index": self.document_index,
-                "sample_index": self.sample_index,
-                "shuffle_index": self.shuffle_index,
-            }
-            return ShuffledDocuments(self.dataset, arrays, self._extra_token, self._pad)
+            return ShuffledDocuments(
+                self.dataset,
+                self.document_index,
+                self.sample_index,
+                self.shuffle_index,
+                extra_token=self._extra_token,
+                pad=self._pad,
+            )
         return ShuffledWindows(
-            TokenStream(self.dataset, contiguous(self.documents)),
+            TokenStream(self.dataset, self._contiguous()),
             sequence_length=self.config.sequence_length,
             extra_token=self._extra_token,
             num_samples=self.num_samples or None,
@@ -212,7 +202,6 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        """Open and check a corpus."""
         return IndexedDataset(
             dataset_path,
             multimodal=False,
@@ -283,15 +272,15 @@ class GPTDataset(MegatronDataset):
     def _masks_and_positions(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return `_plain` with masks and positions for the documents in the sample."""
         config = self.config
-        made = dict(self._plain)
+        plain, made = self._plain, dict(self._plain)
         assert self._eod is not None
         starts = document_starts(tokens, self._eod)
         if config.create_attention_mask and config.reset_attention_mask:
-            made["attention_mask"] = self._plain["attention_mask"] | across_documents(starts)
+            made["attention_mask"] = attention_mask(starts[None])[0]
         if config.document_starts:
             made["document_starts"] = starts.to(torch.int32)
         if config.reset_position_ids:
-            made["position_ids"] = self._plain["position_ids"] - starts
+            made["position_ids"] = plain["position_ids"] - starts
         return made
 
     def _outside(self, idx: int, text: np.ndarray) -> DataError:
@@ -299,14 +288,13 @@ class GPTDataset(MegatronDataset):
         at = int(np.flatnonzero((text >= self._vocab_size) | (text < 0))[0])
         document, position = self._order.locate_sample(idx, at)
         where = "the corpus" if self.dataset_path is None else get_bin_path(self.dataset_path)
-        return DataError(
-            f"token {int(text[at])} at position {position} of document {document} in "
-            f"{where} is outside the vocabulary of {self._vocab_size}.",
-            rule="token ids must be between 0 and the vocabulary size - 1",
-            flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
-            fix="train with the tokenizer that the corpus was preprocessed with, or "
-            "preprocess it again; if the file is damaged, copy it again",
-        )
+        found = f"token {int(text[at])} at position {position} of document {document} in {where}"
+        return outside_vocabulary(found, self._vocab_size)
+
+    @property
+    def _plain(self) -> dict[str, Tensor]:
+        config = self.config
+        return _shared(config.sequence_length, config.create_attention_mask, config.document_starts)
 
     def _find_eod(self) -> int | None:
         eod = special_id(self.config.tokenizer, "eod")
@@ -347,16 +335,28 @@ class GPTDataset(MegatronDataset):
         }
         return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
 
-    def _num_tokens(self, lengths: np.ndarray) -> int:
-        documents = self.documents
-        if isinstance(documents, np.ndarray) and len(documents):
-            first, last = int(documents[0]), int(documents[-1])
-            if last - first + 1 == len(documents) and bool((documents[1:] > documents[:-1]).all()):
-                documents = range(first, last + 1)  # a plain slice adds up much faster
+    def _contiguous(self) -> range:
+        """Return the documents as a range.
+
+        Raises:
+            ConfigError: they are not contiguous.
+        """
+        if not isinstance(self.documents, range):
+            raise ConfigError(
+                "the documents of a split are not contiguous.",
+                rule="the native order reads a split as one stretch of the token file",
+                flags=["--sample-order"],
+                fix="--sample-order megatron",
+            )
+        return self.documents
+
+    def _num_tokens(self) -> int:
+        documents, lengths = self.documents, self.dataset.sequence_lengths
         if not isinstance(documents, range):
             return int(lengths[documents].sum(dtype=np.int64))
         if isinstance(self.dataset, IndexedDataset):
             return self.dataset.num_tokens(documents)
+        # A plain slice adds up much faster.
         return int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
 
     def _build_indices(self, plan: EpochPlan, drop_last: bool) -> dict[str, np.ndarray]:
@@ -374,20 +374,41 @@ class GPTDataset(MegatronDataset):
         }
 
 
-def _without_documents(config: GPTDatasetConfig) -> dict[str, Tensor]:
-    """Return masks and positions of a sample that is treated as one document."""
-    return _shared(config.sequence_length, config.create_attention_mask, config.document_starts)
-
-
 @functools.lru_cache(maxsize=8)  # one for all corpora of a blend
-def _shared(num_tokens: int, attention_mask: bool, document_starts: bool) -> dict[str, Tensor]:
+def _shared(num_tokens: int, with_mask: bool, with_starts: bool) -> dict[str, Tensor]:
+    """Return masks and positions of a sample that is treated as one document."""
     positions = torch.arange(num_tokens)
     made = {}
-    if attention_mask:
-        made["attention_mask"] = causal_mask(positions)
-    if document_starts:
+    if with_mask:
+        made["attention_mask"] = attention_mask(torch.zeros(1, num_tokens))[0]
+    if with_starts:
         made["document_starts"] = torch.zeros(num_tokens, dtype=torch.int32)
     return {**made, "loss_mask": torch.ones(num_tokens), "position_ids": positions}
+
+
+def document_starts(tokens: Tensor, eod: int) -> Tensor:
+    """Return, for each token, where its document begins: int64 [s].
+
+    An end-of-document token belongs to the document it ends.
+    """
+    starts = torch.zeros_like(tokens)
+    ends = torch.nonzero(tokens[:-1].eq(eod)).flatten()
+    starts[ends + 1] = ends + 1
+    return torch.cummax(starts, 0).values
+
+
+def attention_mask(starts: Tensor) -> Tensor:
+    """Return the whole mask of samples with several documents: bool [b, 1, s, s], True = forbidden.
+
+    Only this function makes [s, s] masks. A training script calls it on the device that uses them:
+    the loader, its worker processes and the copy to the device handle [b, s].
+
+    Args:
+        starts: [b, s], from `document_starts`.
+    """
+    positions = torch.arange(starts.shape[-1], device=starts.device)
+    ahead = positions[None, :] > positions[:, None]
+    return ((starts[:, :, None] != starts[:, None, :]) | ahead).unsqueeze(1)
 
 
 class MockGPTDataset(GPTDataset):
@@ -395,5 +416,4 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
-        """Return the computed corpus."""
         return MockTokens(config.tokenizer, config.vocab_size)

@@ -28,7 +28,6 @@ from megatron.core.datasets.corpus.files import (
 )
 from megatron.core.datasets.corpus.index_file import (
     DType,
-    IndexArrays,
     check_index,
     read_index,
     write_index,
@@ -60,6 +59,17 @@ class IndexedDataset:
         DataError: a file is missing or the pair is damaged.
     """
 
+    dtype: type[np.number]
+    """The numpy type of the tokens."""
+    sequence_lengths: np.ndarray
+    """int32 [S], tokens in each sequence."""
+    sequence_pointers: np.ndarray
+    """int64 [S], byte offset of each sequence in the token file."""
+    document_indices: np.ndarray
+    """int64 [documents + 1], number of sequences before each document, and in all."""
+    sequence_modes: np.ndarray | None
+    """int8 [S] in a multimodal set, else None."""
+
     def __init__(
         self,
         path_prefix: str,
@@ -80,11 +90,16 @@ class IndexedDataset:
             idx_path = StoredObject(idx_path, object_storage_cache).full()
         else:
             check_pair_exists(path_prefix)
-        self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)
+        index = read_index(idx_path, multimodal=multimodal)
+        self.dtype = index.dtype
+        self.sequence_lengths = index.sequence_lengths
+        self.sequence_pointers = index.sequence_pointers
+        self.document_indices = index.document_indices
+        self.sequence_modes = index.sequence_modes
         self._num_bytes = num_token_bytes(bin_path) if stored is None else stored.num_bytes
-        self._token_bytes = np.dtype(self._index.dtype).itemsize
+        self._token_bytes = np.dtype(self.dtype).itemsize
         if check:
-            check_index(self._index, idx_path, bin_path, self._num_bytes)
+            check_index(index, idx_path, bin_path, self._num_bytes)
         self._tokens: TokenReader = (
             open_tokens(bin_path, mmap=mmap) if stored is None else StoredTokens(stored)
         )
@@ -101,7 +116,7 @@ class IndexedDataset:
         self.__init__(*pair, check=False, object_storage_cache=cache)  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return len(self._index.sequence_lengths)
+        return len(self.sequence_lengths)
 
     def __getitem__(self, idx: int | np.integer | slice) -> Any:
         """Return the tokens of one sequence, or a list of them for a contiguous slice.
@@ -113,7 +128,7 @@ class IndexedDataset:
             if step != 1:
                 raise ValueError(f"slices of a corpus must be contiguous, not of step {step}")
             sequences = [self._read(i, 0, None) for i in range(start, stop)]
-            modes = self._index.sequence_modes
+            modes = self.sequence_modes
             return sequences if modes is None else (sequences, modes[start:stop])
         return self.get(idx)
 
@@ -128,12 +143,12 @@ class IndexedDataset:
             array [length] of the corpus' type, possibly read-only; (array, mode) if multimodal.
         """
         tokens = self._read(idx, offset, length)
-        modes = self._index.sequence_modes
+        modes = self.sequence_modes
         return tokens if modes is None else (tokens, modes[idx])
 
     def _read(self, idx: int | np.integer, offset: int, length: int | None) -> np.ndarray:
         self.check_unchanged()
-        available = int(self._index.sequence_lengths[idx])
+        available = int(self.sequence_lengths[idx])
         if length is None:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
@@ -141,8 +156,8 @@ class IndexedDataset:
                 f"tokens {offset} to {offset + length} of sequence {idx} of {self.path_prefix}, "
                 f"which holds {available}"
             )
-        start = int(self._index.sequence_pointers[idx]) + offset * self._token_bytes
-        return self._tokens.read(self._index.dtype, int(length), start)
+        start = int(self.sequence_pointers[idx]) + offset * self._token_bytes
+        return self._tokens.read(self.dtype, int(length), start)
 
     def num_tokens(self, sequences: range) -> int:
         """Return the number of tokens of consecutive sequences."""
@@ -155,7 +170,7 @@ class IndexedDataset:
     def read_tokens(self, first: int, count: int) -> np.ndarray:
         """Return `count` tokens from number `first` of the token file, across sequences."""
         self.check_unchanged()
-        return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
+        return self._tokens.read(self.dtype, count, first * self._token_bytes)
 
     def check_unchanged(self) -> None:
         """Raise DataError if the files were written to since the first read (`ChangeWatch.look`).
@@ -190,34 +205,9 @@ class IndexedDataset:
         """uint8, the mapped token file; None if it is read otherwise."""
         return self._tokens.buffer
 
-    @property
-    def dtype(self) -> type[np.number]:
-        """The numpy type of the tokens."""
-        return self._index.dtype
-
-    @property
-    def sequence_lengths(self) -> np.ndarray:
-        """int32 [S], tokens in each sequence."""
-        return self._index.sequence_lengths
-
-    @property
-    def sequence_pointers(self) -> np.ndarray:
-        """int64 [S], byte offset of each sequence in the token file."""
-        return self._index.sequence_pointers
-
-    @property
-    def document_indices(self) -> np.ndarray:
-        """int64 [documents + 1], number of sequences before each document, and in all."""
-        return self._index.document_indices
-
-    @property
-    def sequence_modes(self) -> np.ndarray | None:
-        """int8 [S] in a multimodal set, else None."""
-        return self._index.sequence_modes
-
     def get_document_indices(self) -> np.ndarray:
         """Return `document_indices`."""
-        return self._index.document_indices
+        return self.document_indices
 
     def shape_digest(self) -> str:
         """Return a digest of type, sizes and up to 8,192 sequence lengths spread over the index.
@@ -225,7 +215,7 @@ class IndexedDataset:
         Index arrays depend only on these, so it names their cache files. It costs microseconds.
         """
         stride = max(1, len(self) // 8192)
-        sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
+        sampled = np.ascontiguousarray(self.sequence_lengths[::stride])
         sizes = f"{np.dtype(self.dtype).name} {len(self)} {len(self.document_indices)} "
         sizes += str(self._num_bytes)
         return hashlib.blake2b(sizes.encode() + sampled.tobytes(), digest_size=16).hexdigest()

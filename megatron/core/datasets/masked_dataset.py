@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.mock_tokens import MockSentences
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
@@ -125,7 +125,6 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Return the number of documents."""
         return len(low_level_dataset.document_indices) - 1
 
     @staticmethod
@@ -210,13 +209,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         sentences = [np.asarray(self.dataset.get(i), np.int64) for i in range(first, last)]
         for i, sentence in enumerate(sentences, first):
             if len(sentence) and not 0 <= sentence.min() <= sentence.max() < self._vocab_size:
-                raise DataError(
-                    f"sentence {i} of {self.dataset_path} has an id outside the vocabulary of"
-                    f" {self._vocab_size}.",
-                    rule="token ids must be between 0 and the vocabulary size - 1",
-                    flags=["--data-path", "--tokenizer-type", "--vocab-file"],
-                    fix="train with the tokenizer that the corpus was preprocessed with",
-                )
+                found = f"an id in sentence {i} of {self.dataset_path}"
+                raise outside_vocabulary(found, self._vocab_size)
         key = (self.config.random_seed, self.index_split.value, number)
         return sentences, wanted, np.random.default_rng(key)
 
@@ -286,15 +280,6 @@ def continues_word(tokenizer: Any, vocab_size: int) -> np.ndarray:
         pieces = [number for number, text in texts.items() if not text.startswith(_BEGIN_MARKS)]
     found[[number for number in pieces if number < vocab_size]] = True
     return found
-
-
-def special_ids(tokenizer: Any, names: Sequence[str], purpose: str) -> list[int]:
-    """Return ids of special tokens of a tokenizer.
-
-    Raises:
-        DataError: it lacks one.
-    """
-    return [int(tokenizer.special_id(name, purpose=purpose)) for name in names]
 
 
 def padded(values: Sequence[int] | np.ndarray, length: int, filler: int) -> np.ndarray:

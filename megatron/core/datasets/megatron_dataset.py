@@ -12,9 +12,10 @@ from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.corpus.object_store import is_url
-from megatron.core.datasets.order.index_building import document_ids
+from megatron.core.datasets.order.index_building import as_range, document_ids
 from megatron.core.datasets.order.index_cache import Fingerprinted
 from megatron.core.datasets.utils import Split
+from megatron.core.foundation.errors import DataError
 
 
 class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
@@ -40,7 +41,7 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = dataset_path
-        self.documents = indices
+        self.documents = as_range(indices)
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
@@ -121,3 +122,18 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def __getitem__(self, idx: int) -> dict[str, Any]: ...
+
+
+def outside_vocabulary(found: str, vocab_size: int) -> DataError:
+    """Return the error for a token that a vocabulary does not have.
+
+    Args:
+        found: the token and its place.
+    """
+    return DataError(
+        f"{found} is outside the vocabulary of {vocab_size}.",
+        rule="token ids must be between 0 and the vocabulary size - 1",
+        flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
+        fix="train with the tokenizer that the corpus was preprocessed with, or preprocess it "
+        "again; if the file is damaged, copy it again",
+    )

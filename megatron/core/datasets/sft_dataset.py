@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.corpus.files import MASK_SUFFIX
-from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, attention_mask
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import DataError
@@ -49,11 +48,9 @@ class Conversations:
         return len(self.tokens.document_indices) - 1
 
     def shape_digest(self) -> str:
-        """Return the digests of both corpora, see `IndexedDataset.shape_digest`."""
         return f"{self.tokens.shape_digest()} {self.mask.shape_digest()}"
 
     def contents_digest(self) -> str:
-        """Return the digests of both corpora, see `IndexedDataset.contents_digest`."""
         return f"{self.tokens.contents_digest()} {self.mask.contents_digest()}"
 
 
@@ -91,7 +88,6 @@ class SFTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Conversations:
-        """Open the tokens and their mask."""
         return Conversations(
             dataset_path,
             mmap=config.mmap_bin_files,
@@ -99,7 +95,6 @@ class SFTDataset(MegatronDataset):
         )
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the values that determine the order of the samples."""
         return {
             "sample_order": "packs",
             "seed": self.config.random_seed,
@@ -135,13 +130,11 @@ class SFTDataset(MegatronDataset):
         return sample
 
     def num_tokens(self, idx: int) -> int:
-        """Return the tokens of pack `idx`."""
         document = self._document_of(idx)
         first, last = self.dataset.tokens.document_indices[document : document + 2].tolist()
         return int(self.dataset.tokens.sequence_lengths[first:last].sum())
 
     def without_padding(self, idx: int) -> dict[str, Tensor]:
-        """Return pack `idx` as it is."""
         return self._sample(self.num_tokens(idx), idx)
 
     def _sample(self, size: int, idx: int) -> dict[str, Tensor]:
@@ -180,10 +173,7 @@ class SFTDataset(MegatronDataset):
     def _check_ids(self, pack: np.ndarray, document: int) -> None:
         wrong = np.flatnonzero((pack < 0) | (pack >= self._vocab_size))
         if len(wrong):
-            raise DataError(
-                f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document} "
-                f"in {self.dataset_path}.bin is outside the vocabulary of {self._vocab_size}.",
-                rule="token ids must be between 0 and the vocabulary size - 1",
-                flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
-                fix="train with the tokenizer that the corpus was preprocessed with",
+            found = (
+                f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document}"
             )
+            raise outside_vocabulary(f"{found} in {self.dataset_path}.bin", self._vocab_size)

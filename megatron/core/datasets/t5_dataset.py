@@ -18,7 +18,6 @@ from megatron.core.datasets.masked_dataset import (
     MaskedWordPieceDataset,
     MaskedWordPieceDatasetConfig,
     padded,
-    special_ids,
 )
 from megatron.core.foundation.errors import ConfigError, DataError
 
@@ -67,7 +66,9 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         config = named.get("config", args[-1])
         assert isinstance(config, T5MaskedWordPieceDatasetConfig)
         names = ("bos", "eos", "pad")
-        self._bos, self._eos, self._pad = special_ids(config.tokenizer, names, "T5")
+        self._bos, self._eos, self._pad = (
+            int(config.tokenizer.special_id(name, purpose="T5")) for name in names
+        )
         self._sentinels = list(getattr(config.tokenizer, "additional_special_tokens_ids", []))
         if not self._sentinels:
             raise DataError(

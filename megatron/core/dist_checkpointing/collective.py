@@ -14,18 +14,20 @@ from megatron.core.transport.object_collectives import ControlGroup, raise_on_al
 Result = TypeVar("Result")
 
 
-def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Result]) -> Result:
+def run_collectively(
+    peers: ControlGroup, doing: str, function: Callable[[], Result], path: object = None
+) -> Result:
     """Call `function` on this rank and return its result, or raise on every rank if any fails.
 
     Args:
-        doing: the attempt, for the message of an error that is not meant for users.
+        doing, path: see `as_checkpoint_error`.
     """
     problem: MegatronError | None = None
     result: Any = None
     try:
         result = function()
     except Exception as error:
-        problem = as_checkpoint_error(error, doing)
+        problem = as_checkpoint_error(error, doing, path)
         if problem.is_agreed:
             raise
     raise_on_all_ranks(problem, peers)
@@ -88,12 +90,8 @@ def run_on_coordinator(
     if peers.rank == 0:
         try:
             result = function()
-        except OSError as error:
-            problem = describe_os_error(
-                error, path=str(path), doing=doing, needed_bytes=needed_bytes
-            )
         except Exception as error:
-            problem = as_checkpoint_error(error, f"{doing} {path}")
+            problem = as_checkpoint_error(error, doing, path, needed_bytes)
     raise_on_all_ranks(problem, peers)
     return peers.broadcast(result)
 
@@ -104,10 +102,19 @@ def print_once(peers: ControlGroup, text: str) -> None:
         print(text, flush=True)
 
 
-def as_checkpoint_error(error: Exception, doing: str) -> MegatronError:
-    """Return `error` as a `MegatronError`, so that ranks can agree; the original is its cause."""
+def as_checkpoint_error(
+    error: Exception, doing: str, path: object = None, needed_bytes: int | None = None
+) -> MegatronError:
+    """Return `error` as a `MegatronError`, so that ranks can agree; the original is its cause.
+
+    Args:
+        doing, path, needed_bytes: the attempt; with a path, an error of the file system has advice.
+    """
     if isinstance(error, MegatronError):
         return error
-    made = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}")
+    if isinstance(error, OSError) and path is not None:
+        return describe_os_error(error, path=str(path), doing=doing, needed_bytes=needed_bytes)
+    what = doing if path is None else f"{doing} {path}"
+    made = CheckpointError(f"{what} failed: {type(error).__name__}: {error}")
     made.__cause__ = error
     return made

@@ -103,11 +103,6 @@ def publish(staging: Path, final: Path, run: str) -> None:
     shutil.rmtree(replaced)
 
 
-def abort(staging: Path) -> None:
-    """Remove a staging directory after a failed save, and ignore errors of the removal."""
-    shutil.rmtree(staging, ignore_errors=True)
-
-
 def write_tracker(directory: StoragePath, iteration: int | str) -> None:
     """Name the newest checkpoint, for people and for Megatron's own tools."""
     if isinstance(directory, ObjectDirectory):
@@ -220,17 +215,15 @@ def open_checkpoint(directory: StoragePath) -> Manifest:
     """
     if isinstance(directory, Path) and directory.is_symlink() and _NAME.fullmatch(directory.name):
         directory = directory.resolve()
+    return read_manifest(directory)[1]
+
+
+def read_manifest(directory: StoragePath) -> tuple[bytes, Manifest]:
+    """Read manifest.json, and check it and the files that it lists; see `open_checkpoint`."""
     if isinstance(directory, Path) and not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.", flags=["--load"])
     data = read_manifest_bytes(directory)
     manifest = parse_manifest(data, directory / MANIFEST_NAME)
-    check_name(directory, manifest)
-    check_sizes(directory, manifest)
-    return manifest
-
-
-def check_name(directory: StoragePath, manifest: Manifest) -> None:
-    """Raise if a checkpoint of one iteration is in a directory named after another."""
     here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
     if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
         raise DamagedCheckpointError(
@@ -238,6 +231,8 @@ def check_name(directory: StoragePath, manifest: Manifest) -> None:
             rule="a checkpoint keeps the iteration it was saved at",
             fix=f"rename the directory to {manifest.name}",
         )
+    check_sizes(directory, manifest)
+    return data, manifest
 
 
 def remove_leftovers(directory: StoragePath) -> list[StoragePath]:

@@ -190,7 +190,20 @@ class LocalFile:
     size: int
 
     def read_into(self, into: memoryview, position: int) -> None:
-        read_exactly(self.descriptor, into, position, self.path)
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self.descriptor, [into[done:]], position + done)
+            except OSError as error:
+                raise describe_os_error(error, path=self.path, doing="reading") from error
+            if count == 0:
+                raise DamagedCheckpointError(
+                    f"{self.path} ends at byte {position + done}; byte {position + len(into)} is "
+                    "needed.",
+                    rule="a checkpoint file has exactly the size that its manifest records",
+                    fix="the file was truncated: use another checkpoint",
+                )
+            done += count
 
     def forget_cached(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -198,8 +211,8 @@ class LocalFile:
 
 
 @contextlib.contextmanager
-def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
-    """Open a regular file of a checkpoint for reading: yields (descriptor, size in bytes).
+def open_local(directory: Path, name: str) -> Iterator[LocalFile]:
+    """Open a regular file of a checkpoint for reading.
 
     A symbolic link, a pipe, a device or a name with a path in it is refused, so nothing outside
     the directory is opened and nothing blocks.
@@ -224,14 +237,14 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _not_a_file(path, "not a regular file")
-        yield descriptor, status.st_size
+        yield LocalFile(path, descriptor, status.st_size)
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def open_file(directory: StoragePath, name: str) -> Iterator[OpenFile]:
-    """Open a file of a checkpoint in a directory (see `open_inside`) or in an object store."""
+    """Open a file of a checkpoint in a directory (see `open_local`) or in an object store."""
     if isinstance(directory, ObjectDirectory):
         try:
             with directory.open(name) as stored:
@@ -239,8 +252,8 @@ def open_file(directory: StoragePath, name: str) -> Iterator[OpenFile]:
         except FileNotFoundError:
             raise missing_file(directory / name) from None
         return
-    with open_inside(directory, name) as (descriptor, size):
-        yield LocalFile(directory / name, descriptor, size)
+    with open_local(directory, name) as file:
+        yield file
 
 
 def missing_file(path: StoragePath) -> DamagedCheckpointError:
@@ -271,20 +284,3 @@ def read_inside(directory: StoragePath, name: str, *, limit_bytes: int) -> bytes
         data = bytearray(file.size)
         file.read_into(memoryview(data), 0)
         return bytes(data)
-
-
-def read_exactly(descriptor: int, into: memoryview, position: int, path: Path) -> None:
-    """Fill `into` from byte `position` of an open file."""
-    done = 0
-    while done < len(into):
-        try:
-            count = os.preadv(descriptor, [into[done:]], position + done)
-        except OSError as error:
-            raise describe_os_error(error, path=path, doing="reading") from error
-        if count == 0:
-            raise DamagedCheckpointError(
-                f"{path} ends at byte {position + done}; byte {position + len(into)} is needed.",
-                rule="a checkpoint file has exactly the size that its manifest records",
-                fix="the file was truncated: use another checkpoint",
-            )
-        done += count

@@ -53,7 +53,7 @@ def _within_row(row: int, inner_shape: tuple[int, ...], begin: int, end: int) ->
 
 def boxes_of_shard(
     shape: Sequence[int],
-    dim: int,
+    dim: int | None,
     *,
     rank: int,
     size: int,
@@ -63,7 +63,7 @@ def boxes_of_shard(
     """Return the boxes of one rank's shard, with their offsets in the tensor that is split.
 
     A tensor of `stride` equal parts along `dim` ([gate; up] of a gated MLP) is split part by part:
-    block i of the shard is piece i * size + rank of the tensor.
+    block i of the shard is piece i * size + rank of the tensor. Without `dim` the tensor is whole.
 
     Args:
         shape: of the shard; `stride` divides the size of `dim`.
@@ -73,11 +73,14 @@ def boxes_of_shard(
         (box within the shard, its offset in the full tensor), in memory order of the boxes of
         `flat_range`, then by block.
     """
+    flat_boxes = boxes_of_flat_range(shape, *(flat_range or (0, math.prod(shape))))
+    if dim is None:
+        return [(box, box[0]) for box in flat_boxes]
     block = shape[dim] // stride
     low, high = [0] * len(shape), list(shape)
     high[dim] = block
     found = []
-    for held in boxes_of_flat_range(shape, *(flat_range or (0, math.prod(shape)))):
+    for held in flat_boxes:
         for i in range(stride):
             low[dim] = i * block
             shared = intersection(held, (tuple(low), tuple(high)))

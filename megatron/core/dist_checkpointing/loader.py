@@ -22,10 +22,8 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
     StoredTensor,
-    check_sizes,
     parse_manifest,
     read_listed_file,
-    read_manifest_bytes,
 )
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -55,16 +53,12 @@ class SliceReader(AbstractContextManager, Protocol):
         """Bytes of tensors read so far."""
         ...
 
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device)."""
-        ...
-
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Do as `read`, but `into` may be filled only when `finish` returns."""
+        """Begin to fill `into`: the shape of `read`, any device, any float dtype for floats."""
         ...
 
     def finish(self) -> None:
-        """Wait for all that was started."""
+        """Return when all tensors are filled."""
         ...
 
 
@@ -120,11 +114,6 @@ class _Job:
 KeyMapping = Callable[[ShardedTensor, Manifest], str]
 
 
-def same_key(wanted: ShardedTensor, _manifest: Manifest) -> str:
-    """Return the key under which a declaration is stored: its own."""
-    return wanted.key
-
-
 def open_contents(
     directory: str | os.PathLike[str] | ObjectDirectory, *, peers: ControlGroup
 ) -> Contents:
@@ -137,7 +126,8 @@ def open_contents(
         path = storage_path(directory)
         if isinstance(path, Path) and path.is_symlink():
             path = path.resolve()
-        return (path, *_read_contents(path))
+        data, manifest = commit.read_manifest(path)
+        return path, data, read_listed_file(path, manifest, COMMON_NAME)
 
     path, manifest_bytes, common_bytes = run_on_coordinator(
         peers, read, doing="reading", path=directory
@@ -155,23 +145,13 @@ def open_contents(
     return run_collectively(peers, f"reading {directory}", parse)
 
 
-def _read_contents(path: StoragePath) -> tuple[bytes, bytes]:
-    if isinstance(path, Path) and not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory.", flags=["--load"])
-    manifest_bytes = read_manifest_bytes(path)
-    manifest = parse_manifest(manifest_bytes, path / MANIFEST_NAME)
-    commit.check_name(path, manifest)
-    check_sizes(path, manifest)
-    return manifest_bytes, read_listed_file(path, manifest, COMMON_NAME)
-
-
 def load_state(
     template: ShardedStateDict,
     contents: Contents,
     *,
     peers: ControlGroup,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    key_mapping: KeyMapping = same_key,
+    key_mapping: KeyMapping = lambda wanted, _: wanted.key,
 ) -> Loaded:
     """Fill a sharded state dict: collective.
 
@@ -328,7 +308,8 @@ def narrow_to(tensor: Tensor, box: Box) -> Tensor:
 def read_box(index: ShardIndex, box: Box, reader: SliceReader, into: Tensor) -> None:
     """Fill `into` [...] with a box of a stored tensor."""
     for read in index.reads(box):
-        reader.read(index.tensor, read, narrow_to(into, read.in_wanted))
+        reader.start(index.tensor, read, narrow_to(into, read.in_wanted))
+    reader.finish()
 
 
 def _assemble(built: Any, contents: Contents) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
+    OpenFile,
     open_file,
     read_inside,
 )
@@ -212,6 +213,26 @@ def read_listed_file(directory: StoragePath, manifest: Manifest, name: str) -> b
     if len(data) != file.size or hash_of(data) != file.hash:
         _damaged(directory / name, f"its {HASH_NAME} is not the one in {MANIFEST_NAME}")
     return data
+
+
+def read_header(file: OpenFile, manifest: Manifest, name: str, path: StoragePath) -> bytes:
+    """Read and verify the header of an open shard file, and the size of the file."""
+    listed = manifest.files[name]
+    header = bytearray(listed.header_size or 0)
+    if file.size != listed.size:
+        raise DamagedCheckpointError(
+            f"{path} has {file.size} bytes instead of {listed.size}.",
+            rule="a checkpoint file has exactly the size that its manifest records",
+            fix="use another checkpoint",
+        )
+    file.read_into(memoryview(header), 0)
+    if hash_of(bytes(header)) != listed.hash:
+        raise DamagedCheckpointError(
+            f"{path} is corrupt: its header is not the one that was written.",
+            rule="every file must have the hash recorded in manifest.json",
+            fix="use another checkpoint; check the storage",
+        )
+    return bytes(header)
 
 
 def parse_manifest(data: bytes, path: StoragePath) -> Manifest:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,28 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error, run_collectively
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.loader import Contents, narrow_to
-from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.shard_file import DTYPES, element_bytes, storage_order
 from megatron.core.dist_checkpointing.shard_plan import (
+    LocalState,
     ReadItem,
     ShardMetadata,
-    build_factories,
     neighbour_distance,
     only_copies,
+    split_state,
     stored_tensors,
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
-from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.topology.group import Group
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
@@ -140,20 +134,12 @@ class CopiesOfGroup:
             declarations have changed, a gather of them on the first rank and a scatter of the plan.
         """
 
-        def declare() -> tuple[list[ShardedTensor], list[ShardMetadata], Any, dict[str, Any]]:
-            declared = state()
-            built = build_factories(declared)
-            kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory)
-            plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, declared))
-            common = typed_json.encode({} if plain is ABSENT else plain)
-            found = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedObject)]
-            objects = {leaf.unique_key: leaf.data for leaf in found}
-            shards = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedTensor)]
-            return shards, [ShardMetadata.of(shard) for shard in shards], common, objects
+        def declare() -> tuple[LocalState, list[ShardMetadata]]:
+            local = split_state(state(), with_common=True, with_replicas=True)
+            return local, [ShardMetadata.of(shard) for shard in local.shards]
 
-        shards, declared, common, objects = run_collectively(
-            self._peers, "declaring the state to copy", declare
-        )
+        local, declared = run_collectively(self._peers, "declaring the state to copy", declare)
+        shards = local.shards
         # A rank passes this only when all ranks have finished their earlier copy, so the older of
         # the two may be overwritten.
         if any_across_ranks(declared != self._declared or self._plan is None, self._group):
@@ -179,7 +165,7 @@ class CopiesOfGroup:
 
         copy, coming, leaving = run_collectively(self._peers, "copying the state", fill)
         self._exchange(plan, coming, leaving)
-        copy.common, copy.objects = common, objects
+        copy.common, copy.objects = local.common, local.objects
         copy.tensors, copy.info = plan.tensors, info
         copy.key = (iteration, self._copies.num_begun)
 
@@ -213,16 +199,12 @@ class CopiesOfGroup:
         """Send the bytes [bytes] that only this place holds, and receive a neighbour's bytes."""
         size, rank = self._peers.size, self._peers.rank
         handles: list[Handle] = []
-        for begin in range(0, len(coming), _CHUNK_BYTES):
-            part = coming[begin : begin + _CHUNK_BYTES]
-            handles.append(
-                torch_collectives.irecv(part, (rank - plan.distance) % size, self._group)
-            )
-        for begin in range(0, len(leaving), _CHUNK_BYTES):
-            part = leaving[begin : begin + _CHUNK_BYTES]
-            handles.append(
-                torch_collectives.isend(part, (rank + plan.distance) % size, self._group)
-            )
+        for start, data, other in (
+            (torch_collectives.irecv, coming, rank - plan.distance),
+            (torch_collectives.isend, leaving, rank + plan.distance),
+        ):
+            for part in data.split(_CHUNK_BYTES) if len(data) else ():
+                handles.append(start(part, other % size, self._group))
         for handle in handles:
             handle.wait()
 
@@ -261,22 +243,18 @@ class CopiesOfGroup:
             for name in held:
                 holders.setdefault(name, []).append(rank)
         located = {
-            name: StoredTensor(
-                tensor.dtype,
-                tensor.shape,
-                tuple(
-                    Shard(s.offset, s.shape, ",".join(map(str, holders[name, s.box])), 0, ())
-                    for s in tensor.shards
+            name: replace(
+                tensor,
+                shards=tuple(
+                    replace(s, file=",".join(map(str, holders[name, s.box]))) for s in tensor.shards
                 ),
-                tensor.is_padded,
             )
             for name, tensor in tensors.items()
         }
-        forms = {name: typed_json.encode(value) for name, value in merged.items()}
         manifest = Manifest("", "", {}, located, info)
         place = Path(f"the memory of the ranks (iteration {key[0]})")
         held_here = {} if copy is None else copy.held
-        return MemoryContents(place, manifest, common, forms, held_here, self._group)
+        return MemoryContents(place, manifest, common, merged, held_here, self._group)
 
 
 def _choose(
@@ -325,11 +303,6 @@ class MemoryContents(Contents):
     held: Mapping[NamedBox, Tensor]
     group: Group
 
-    def common_state(self) -> dict[str, Any]:
-        """Return the plain values that were copied."""
-        state: dict[str, Any] = typed_json.decode(self.common)
-        return state
-
     def open_reader(self) -> MemoryReader:
         """Return a reader of boxes, a context manager. Its `finish` is a collective."""
         return MemoryReader(self)
@@ -367,17 +340,12 @@ class MemoryReader:
             raise_on_all_ranks(as_checkpoint_error(error, "reading copies"), self.contents.group)
 
     @torch.no_grad()
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` from this rank's own memory; `start` also reads boxes of other ranks."""
-        name = (self._keys[id(tensor)], read.shard.box)
-        into.copy_(narrow_to(self.contents.held[name], read.in_shard))
-        self.bytes_read += into.numel() * element_bytes(tensor.dtype)
-
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Read a box that this rank holds; note any other box as a request for `finish`."""
         name = (self._keys[id(tensor)], read.shard.box)
         if name in self.contents.held:
-            self.read(tensor, read, into)
+            into.copy_(narrow_to(self.contents.held[name], read.in_shard))
+            self.bytes_read += into.numel() * element_bytes(tensor.dtype)
             return
         holders = [int(rank) for rank in read.shard.file.split(",")]
         holder = holders[self.contents.group.rank() % len(holders)]

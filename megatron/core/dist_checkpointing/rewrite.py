@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader, narrow_to
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader, read_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
     ManifestFile,
@@ -52,10 +52,7 @@ class Produced:
 def read_full(tensor: StoredTensor, reader: SliceReader) -> Tensor:
     """Return a stored tensor, joined to its full shape [...] and verified; on the CPU."""
     full = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    zero = (0,) * len(tensor.shape)
-    for read in ShardIndex(tensor).reads((zero, tensor.shape)):
-        reader.start(tensor, read, narrow_to(full, read.in_wanted))
-    reader.finish()
+    read_box(ShardIndex(tensor), ((0,) * len(tensor.shape), tensor.shape), reader, full)
     return full
 
 

@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error, run_collectively
-from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -23,14 +22,7 @@ from megatron.core.dist_checkpointing.manifest import (
     Shard,
     build_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
@@ -39,13 +31,13 @@ from megatron.core.dist_checkpointing.shard_file import (
     storage_order,
 )
 from megatron.core.dist_checkpointing.shard_plan import (
+    LocalState,
     SavePlan,
     ShardMetadata,
-    build_factories,
     plan_save,
+    split_state,
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
-from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.dist_checkpointing.writer import CheckpointWriter, writer_for
 from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
@@ -63,17 +55,6 @@ class _Piece:
     def name(self) -> str:
         """Its name inside the shard file."""
         return self.key + describe_box(self.box)
-
-
-@dataclass
-class _LocalState:
-    """The local part of a rank's state."""
-
-    shards: list[ShardedTensor] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
-    """unique key -> JSON form, of main replicas."""
-    common: Any = None
-    """JSON form of the plain values; the coordinator's is saved."""
 
 
 @dataclass
@@ -142,10 +123,8 @@ class SaveInProgress:
                     in_background=in_background,
                 )
             self._report = _Report(file, [(piece.key, piece.box) for piece in self.pieces])
-        except OSError as error:
-            self._problem = describe_os_error(error, path=str(self.writer), doing="writing")
         except Exception as error:
-            self._problem = as_checkpoint_error(error, f"writing {self.writer}")
+            self._problem = as_checkpoint_error(error, "writing", self.writer)
 
     def finish(self) -> None:
         """Commit the checkpoint, or remove all of its files: collective.
@@ -163,10 +142,8 @@ class SaveInProgress:
         try:
             if gathered is not None and all(p is None for p, _ in gathered):
                 self._commit([r for _, r in gathered])
-        except OSError as error:
-            problem = describe_os_error(error, path=str(self.writer), doing="committing")
         except Exception as error:
-            problem = as_checkpoint_error(error, f"committing {self.final}")
+            problem = as_checkpoint_error(error, "committing", self.writer)
         self.cancel_if(problem)
         self.pieces = []
 
@@ -231,9 +208,9 @@ def prepare_save(
             replica writes it.
     """
 
-    def describe() -> tuple[SaveInProgress, _LocalState, list[ShardMetadata]]:
+    def describe() -> tuple[SaveInProgress, LocalState, list[ShardMetadata]]:
         save = SaveInProgress(peers, storage_path(directory), _versions() | dict(info()))
-        local = _split_state(state, is_coordinator=peers.rank == 0)
+        local = split_state(state, with_common=peers.rank == 0)
         return save, local, [ShardMetadata.of(shard) for shard in local.shards]
 
     save, local, declared = run_collectively(peers, "describing the state to save", describe)
@@ -254,24 +231,6 @@ def prepare_save(
     run, mine = peers.scatter(answers)
     save.assign(run, local.shards, mine)
     return save
-
-
-def _split_state(state: ShardedStateDict, *, is_coordinator: bool) -> _LocalState:
-    """Separate tensors, objects and plain values; factories are built."""
-    local = _LocalState()
-    built = build_factories(state)
-    for _, leaf in leaves(built):
-        if isinstance(leaf, ShardedTensor):
-            if leaf.data is None:
-                raise CheckpointError(f"{leaf.key!r} is declared without data.")
-            local.shards.append(leaf)
-        elif isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
-            local.objects[leaf.unique_key] = typed_json.encode(leaf.data, where=leaf.key)
-    if is_coordinator:
-        kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
-        plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, state))
-        local.common = typed_json.encode({} if plain is ABSENT else plain)
-    return local
 
 
 def _common_bytes(common: Any, objects: list[dict[str, Any]]) -> bytes:

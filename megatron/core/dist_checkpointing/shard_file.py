@@ -19,7 +19,6 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
-    free_bytes,
 )
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool
@@ -42,8 +40,6 @@ HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
 others write or read. It is also the fastest hash in every Python: faster than BLAKE2 and as fast as
 CRC-32. And the hash of the manifest alone protects a whole checkpoint against substitution."""
-_INLINE_BYTES = 64 << 10
-"""A smaller block is hashed at once: passing it to a thread would take as long."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -203,20 +199,15 @@ class _Copies:
 
 
 class StreamSink:
-    """Passes bytes on in order; an idle thread hashes each block.
-
-    Use as a context manager.
+    """Passes bytes on in order, while threads hash them. Use as a context manager.
 
     Args:
         write: takes the next bytes of the file.
-        num_threads: number of threads that hash, including the writing thread.
     """
 
     def __init__(self, write: Callable[[memoryview | bytes], object], num_threads: int = 1) -> None:
         self._write = write
-        # One block in work and one waiting block keep a helper thread busy.
-        self._helped: list[Future[str] | None] = [None] * (2 * (num_threads - 1))
-        self._threads = ThreadPool(num_threads - 1)
+        self._threads = ThreadPool(num_threads)
 
     def __enter__(self) -> StreamSink:
         return self
@@ -225,17 +216,9 @@ class StreamSink:
         self._threads.__exit__()
 
     def put(self, data: memoryview | bytes) -> Future[str]:
-        if len(data) >= _INLINE_BYTES:
-            for index, earlier in enumerate(self._helped):
-                if earlier is None or earlier.done():
-                    found = self._threads.start(hash_of, data)
-                    self._helped[index] = found
-                    self._write(data)
-                    return found
-        done: Future[str] = Future()
-        done.set_result(hash_of(data))
+        found = self._threads.start(hash_of, data)
         self._write(data)
-        return done
+        return found
 
     def begin(self) -> None:
         pass
@@ -262,49 +245,3 @@ def read_block(
             rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",
             fix="use another checkpoint; check the storage",
         )
-
-
-def start_reading(
-    threads: ThreadPool,
-    file: OpenFile,
-    into: memoryview,
-    position: int,
-    hashes: Sequence[str],
-    path: StoragePath,
-) -> list[Future]:
-    """Read whole blocks into memory and verify each, in threads.
-
-    Args:
-        into: as long as the blocks together; only the last may be shorter than BLOCK_BYTES.
-        position: position of the first block in the file.
-        hashes: hashes of the blocks.
-    Returns:
-        futures to wait for before the bytes are used; each may raise `CheckpointError`.
-    """
-    if len(into) < _INLINE_BYTES and len(hashes) == 1:
-        read_block(file, into, position, hashes[0], path)
-        return []
-    return [
-        threads.start(
-            read_block,
-            file,
-            into[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES],
-            position + index * BLOCK_BYTES,
-            expected,
-            path,
-        )
-        for index, expected in enumerate(hashes)
-    ]
-
-
-def space_problem(path: Path, num_bytes: int) -> CheckpointError | None:
-    """Return the problem if the file system of `path` has no space for `num_bytes`."""
-    free = free_bytes(path)
-    if num_bytes <= free:
-        return None
-    return CheckpointError(
-        f"ENOSPC before writing {path}: need={num_bytes} bytes have={free} bytes.",
-        rule="a checkpoint is started only if it fits",
-        flags=["--save"],
-        fix="free space on that file system, or keep fewer checkpoints (--most-recent-k)",
-    )

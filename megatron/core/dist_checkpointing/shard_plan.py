@@ -10,9 +10,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.flat_ranges import (
     Box,
     boxes_of_flat_range,
@@ -22,19 +23,55 @@ from megatron.core.dist_checkpointing.flat_ranges import (
 )
 from megatron.core.dist_checkpointing.manifest import Shard, StoredTensor
 from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.shard_file import dtype_name, element_bytes
-from megatron.core.dist_checkpointing.tree import map_leaves
+from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.foundation.errors import CheckpointError
 
 
-def build_factories(state: ShardedStateDict) -> Any:
-    """Return a state dict with the declarations of each factory in its place."""
-    return map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
+@dataclass
+class LocalState:
+    """The local part of a rank's state."""
+
+    shards: list[ShardedTensor] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    """unique key -> JSON form."""
+    common: Any = None
+    """JSON form of the plain values."""
+
+
+def split_state(
+    state: ShardedStateDict, *, with_common: bool, with_replicas: bool = False
+) -> LocalState:
+    """Separate tensors, objects and plain values; factories are built.
+
+    Args:
+        with_common: encode the plain values.
+        with_replicas: encode objects also on ranks that hold another replica than the main one.
+    """
+    local = LocalState()
+    for _, leaf in leaves(
+        map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
+    ):
+        if isinstance(leaf, ShardedTensor):
+            if leaf.data is None:
+                raise CheckpointError(f"{leaf.key!r} is declared without data.")
+            local.shards.append(leaf)
+        elif isinstance(leaf, ShardedObject) and (
+            with_replicas or is_main_replica(leaf.replica_id)
+        ):
+            local.objects[leaf.unique_key] = typed_json.encode(leaf.data, where=leaf.key)
+    if with_common:
+        kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
+        plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, state))
+        local.common = typed_json.encode({} if plain is ABSENT else plain)
+    return local
 
 
 @dataclass(frozen=True)
@@ -130,8 +167,12 @@ def plan_save(
     loads = [0] * len(declared)
     writes: list[list[int]] = [[] for _ in declared]
     sizes = {unit: declared[h[0][0]][h[0][1]].num_bytes for unit, h in holders.items()}
+
     # Shards without a choice first, then the largest: the usual greedy balance.
-    for unit in sorted(holders, key=lambda u: (_num_ranks(holders[u]) > 1, -sizes[u], u[:3])):
+    def urgency(unit: Unit) -> tuple[bool, int, Any]:
+        return len({rank for rank, _ in holders[unit]}) > 1, -sizes[unit], unit[:3]
+
+    for unit in sorted(holders, key=urgency):
         choices = holders[unit] if spread_over_replicas else mains[unit]
         rank, index = min(choices, key=lambda choice: (loads[choice[0]], choice))
         writes[rank].append(index)
@@ -196,10 +237,6 @@ def only_copies(
             rank, index = first[unit]
             chosen[rank].append(index)
     return chosen
-
-
-def _num_ranks(holders: Sequence[tuple[int, int]]) -> int:
-    return len({rank for rank, _ in holders})
 
 
 def _check_mains(

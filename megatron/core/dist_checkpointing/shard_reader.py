@@ -9,25 +9,22 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.durable import (
-    DamagedCheckpointError,
-    OpenFile,
-    open_file,
-)
+from megatron.core.dist_checkpointing.durable import OpenFile, open_file
 from megatron.core.dist_checkpointing.flat_ranges import Box
-from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
+from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor, read_header
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     DTYPES,
     as_bytes,
-    hash_of,
-    start_reading,
+    read_block,
 )
 from megatron.core.dist_checkpointing.shard_plan import ReadItem
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation.device import is_host_memory
 
+_INLINE_BYTES = 64 << 10
+"""A smaller block is read at once: passing it to a thread would take as long."""
 SLAB_BYTES = 16 * BLOCK_BYTES
 """Most bytes read at once if a box is not stored contiguously."""
 
@@ -57,14 +54,6 @@ class ShardReader:
         self._stack.close()
         self._files.clear()
 
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
-
-        Only the blocks that hold the box are read; each is verified before it is used.
-        """
-        self.start(tensor, read, into)
-        self.finish()
-
     def finish(self) -> None:
         """Wait for all started reads; raise the first problem."""
         pending, self._pending = self._pending, []
@@ -73,58 +62,56 @@ class ShardReader:
             future.result()
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Start a `read`; `into` is filled and verified when `finish` returns."""
+        """Begin to fill `into`; only the blocks that hold the box are read.
+
+        Each block is verified before it is used.
+        """
         shard = read.shard
-        file = self._open(shard.file)
-        path = self.directory / shard.file
-        is_full_shard = read.in_shard[1] == shard.shape
         if (
-            is_full_shard
+            read.in_shard[1] == shard.shape
             and is_host_memory(into.device)
             and into.dtype == DTYPES[tensor.dtype]
             and into.is_contiguous()
         ):
-            data = as_bytes(into)
-            self._pending += start_reading(
-                self._threads, file, data, shard.begin, shard.hashes, path
+            self._pending += self._start_blocks(shard, as_bytes(into), 0)
+        elif math.prod(shard.shape) > 0:
+            self._read_slabs(tensor, shard, read.in_shard, into)
+
+    def _start_blocks(self, shard: Shard, into: memoryview, first_block: int) -> list[Future]:
+        """Read whole blocks of a shard into memory and verify each, in threads.
+
+        Args:
+            into: as long as the blocks together.
+        Returns:
+            futures to wait for before the bytes are used; each may raise `CheckpointError`.
+        """
+        file, path = self._open(shard.file), self.directory / shard.file
+        num_blocks = -(-len(into) // BLOCK_BYTES)
+        blocks = [
+            (
+                file,
+                into[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES],
+                shard.begin + (first_block + index) * BLOCK_BYTES,
+                shard.hashes[first_block + index],
+                path,
             )
-            self.bytes_read += len(data)
-            return
-        if math.prod(shard.shape) > 0:
-            self._read_slabs(file, path, tensor, shard, read.in_shard, into)
+            for index in range(num_blocks)
+        ]
+        self.bytes_read += len(into)
+        if len(into) < _INLINE_BYTES and num_blocks == 1:
+            read_block(*blocks[0])
+            return []
+        return [self._threads.start(read_block, *block) for block in blocks]
 
     def _open(self, name: str) -> OpenFile:
         """Return an open file; at first use the size and the header are verified."""
-        if name in self._files:
-            return self._files[name]
-        listed, path = self.manifest.files[name], self.directory / name
-        file = self._stack.enter_context(open_file(self.directory, name))
-        header = bytearray(listed.header_size or 0)
-        if file.size != listed.size:
-            raise DamagedCheckpointError(
-                f"{path} has {file.size} bytes instead of {listed.size}.",
-                rule="a checkpoint file has exactly the size that its manifest records",
-                fix="use another checkpoint",
-            )
-        file.read_into(memoryview(header), 0)
-        if hash_of(bytes(header)) != listed.hash:
-            raise DamagedCheckpointError(
-                f"{path} is corrupt: its header is not the one that was written.",
-                rule="every file must have the hash recorded in manifest.json",
-                fix="use another checkpoint; check the storage",
-            )
-        self._files[name] = file
-        return file
+        if name not in self._files:
+            file = self._stack.enter_context(open_file(self.directory, name))
+            read_header(file, self.manifest, name, self.directory / name)
+            self._files[name] = file
+        return self._files[name]
 
-    def _read_slabs(
-        self,
-        file: OpenFile,
-        path: StoragePath,
-        tensor: StoredTensor,
-        shard: Shard,
-        box: Box,
-        into: Tensor,
-    ) -> None:
+    def _read_slabs(self, tensor: StoredTensor, shard: Shard, box: Box, into: Tensor) -> None:
         """Read a box row group by row group through a scratch buffer."""
         dtype = DTYPES[tensor.dtype]
         item = dtype.itemsize
@@ -145,7 +132,7 @@ class ShardReader:
             first = sum(c * s for c, s in zip(corner, strides, strict=True))
             end = 1 + sum((c + n - 1) * s for c, n, s in zip(corner, size, strides, strict=True))
             data, skipped = self._read_blocks(
-                file, path, shard, tensor.shard_bytes(shard), first * item, end * item
+                shard, tensor.shard_bytes(shard), first * item, end * item
             )
             flat = data[: len(data) // item * item].view(dtype)
             part = flat.as_strided(size, strides, skipped // item)
@@ -153,22 +140,20 @@ class ShardReader:
             row = last
 
     def _read_blocks(
-        self, file: OpenFile, path: StoragePath, shard: Shard, num_bytes: int, first: int, end: int
+        self, shard: Shard, num_bytes: int, first: int, end: int
     ) -> tuple[Tensor, int]:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 
         Returns:
             the bytes, and how many of them precede `first`.
         """
-        low, high = first // BLOCK_BYTES, -(-end // BLOCK_BYTES)
-        begin, stop = low * BLOCK_BYTES, min(high * BLOCK_BYTES, num_bytes)
+        low = first // BLOCK_BYTES
+        begin, stop = low * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, num_bytes)
         if self._scratch.numel() < stop - begin:
             self._scratch = torch.empty(stop - begin, dtype=torch.uint8)
         data = self._scratch[: stop - begin]
-        into, hashes = as_bytes(data), shard.hashes[low:high]
-        pending = start_reading(self._threads, file, into, shard.begin + begin, hashes, path)
+        pending = self._start_blocks(shard, as_bytes(data), low)
         wait(pending)
         for future in pending:
             future.result()
-        self.bytes_read += stop - begin
         return data, first - begin

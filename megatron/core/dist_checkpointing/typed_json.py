@@ -146,36 +146,21 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         raise _malformed({tag: content})
     try:
         return maker(content)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise _malformed({tag: content}) from error
 
 
-def _make_dict(pairs: Any) -> dict[Any, Any]:
-    return {_decode(key): _decode(item) for key, item in pairs}
-
-
-def _make_float(text: Any) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
-
-
-def _number_dtype(name: Any) -> np.dtype:
-    dtype: np.dtype = np.dtype(str(name)).newbyteorder("<")
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(name)
-    return dtype
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(text.encode("ascii"), validate=True)
 
 
 def _make_array(content: Any) -> np.ndarray:
     name, shape, text = content
-    dtype = _number_dtype(name)
+    dtype: np.dtype = np.dtype(str(name)).newbyteorder("<")
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(name)
     flat = np.frombuffer(_bytes(text), dtype=dtype).astype(dtype.newbyteorder("="))
     return flat.reshape(_checked_shape(shape, flat.size))
-
-
-def _make_scalar(content: Any) -> Any:
-    name, text = content
-    (value,) = _make_array([name, [1], text])
-    return value
 
 
 def _make_tensor(content: Any) -> torch.Tensor:
@@ -197,13 +182,13 @@ def _checked_shape(shape: Any, count: int) -> tuple[int, ...]:
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": lambda items: tuple(_decode(list(items))),
-    "$dict": _make_dict,
-    "$float": _make_float,
-    "$bytes": lambda text: _bytes(text),
+    "$dict": lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
+    "$float": {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__,
+    "$bytes": _bytes,
     "$namespace": lambda fields: Namespace(**{k: _decode(v) for k, v in fields.items()}),
     "$dtype": lambda name: _TORCH_DTYPES[name],
     "$array": _make_array,
-    "$scalar": _make_scalar,
+    "$scalar": lambda content: _make_array([content[0], [1], *content[1:]])[0],
     "$tensor": _make_tensor,
 }
 
@@ -246,10 +231,6 @@ def _no_constant(name: str) -> Any:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: Any) -> bytes:
-    return base64.b64decode(text.encode("ascii"), validate=True)
 
 
 def _refused(value: Any, path: Path, why: str) -> CheckpointError:

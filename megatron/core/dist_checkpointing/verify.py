@@ -22,10 +22,11 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
+    read_header,
     read_listed_file,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
-from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
+from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, read_block
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation.errors import CheckpointError
 
@@ -79,23 +80,17 @@ def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> 
     Raises:
         CheckpointError: naming the file and the bytes that differ.
     """
-    listed, path = manifest.files[name], directory / name
+    path = directory / name
     num_threads = threads_per_rank()
     with open_file(directory, name) as file, ThreadPool(num_threads) as threads:
         file.forget_cached()
-        header = bytearray(listed.header_size or 0)
-        file.read_into(memoryview(header), 0)
-        if file.size != listed.size or hash_of(bytes(header)) != listed.hash:
-            raise DamagedCheckpointError(
-                f"{path} is corrupt: its header is not the one that was written."
-            )
-        _check_header(path, bytes(header), manifest, name)
+        _check_header(path, read_header(file, manifest, name, path), manifest, name)
         blocks = list(_blocks_of(manifest, name))
         shares = (blocks[i::num_threads] for i in range(num_threads))
         checks = [threads.start(_check_blocks, file, path, share) for share in shares]
         for check in checks:
             check.result()
-    return listed.size
+    return manifest.files[name].size
 
 
 def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:

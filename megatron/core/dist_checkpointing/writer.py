@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import (
     describe_os_error,
+    free_bytes,
     start_writeback,
     sync_directory,
     write_at,
@@ -47,10 +49,10 @@ from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
     StreamSink,
     header_of,
-    space_problem,
     write_shards,
 )
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
+from megatron.core.foundation.errors import CheckpointError
 
 
 class CheckpointWriter(ABC):
@@ -121,9 +123,14 @@ class DirectoryWriter(CheckpointWriter):
         return str(self.staging)
 
     def prepare(self, num_bytes: int) -> None:
-        problem = space_problem(self.final, num_bytes)
-        if problem is not None:
-            raise problem
+        free = free_bytes(self.final)
+        if num_bytes > free:
+            raise CheckpointError(
+                f"ENOSPC before writing {self.final}: need={num_bytes} bytes have={free} bytes.",
+                rule="a checkpoint is started only if it fits",
+                flags=["--save"],
+                fix="free space on that file system, or keep fewer checkpoints (--most-recent-k)",
+            )
         with self._errors("preparing to write", self.staging, num_bytes):
             commit.begin(self.final, self.run)
 
@@ -148,7 +155,7 @@ class DirectoryWriter(CheckpointWriter):
             commit.publish(self.staging, self.final, self.run)
 
     def abort(self) -> None:
-        commit.abort(self.staging)
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     @contextmanager
     def _errors(self, doing: str, path: Path, num_bytes: int) -> Iterator[None]:

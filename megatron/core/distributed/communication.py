@@ -7,11 +7,13 @@ Half-precision gradients are added in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import torch_collectives
@@ -19,6 +21,7 @@ from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.transport import bucket_transport, has_tags, piece_of
 from megatron.core.transport.work import Work
 
+Result = TypeVar("Result")
 SUM_TAG = (1 << 31) - 1
 """Message tag of `sum_in_place`; no bucket has it."""
 
@@ -73,6 +76,26 @@ class Mesh:
 
 UNSHARDED = Mesh(shard=SINGLE_RANK, replicate=SINGLE_RANK)
 """One rank holds the weights."""
+
+
+def gather_on_all_ranks(step: Callable[[], Result], meshes: Sequence[Mesh]) -> Result:
+    """Call `step`, which gathers parameters, on all ranks of the meshes; return its result.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them fails, for example out of memory.
+    Communication: see `Mesh.agreed`.
+    """
+    problem: MegatronError | None = None
+    result: Any = None
+    try:
+        result = step()
+    except Exception as error:
+        problem = as_checkpoint_error(error, "gathering parameters")
+    for mesh in meshes:
+        problem = mesh.agreed(problem)
+    if problem is not None:
+        raise problem
+    return result
 
 
 def gather_parameters(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.distributed_data_parallel_config import DataParallelFlags
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.parameters.rng import derive_seed
 from megatron.core.topology.group import Group
@@ -37,25 +38,12 @@ class TrafficCount:
     """Bytes that the same reductions send without compression."""
 
 
-@dataclass(frozen=True)
-class CompressionSettings:
-    """Compression of the gradients of a buffer."""
-
-    kind: str = "none"
-    rank: int = 4
-    """Rank of the matrices of "powersgd"."""
-    warmup_reductions: int = 0
-    """First reductions of a bucket, which are not compressed: gradients change fast at first."""
-    fraction: float = 0.01
-    """Share of the gradients that "topk" sends."""
-
-
 class CompressedReduction:
     """The reductions of one bucket, step after step: they share errors and subspaces."""
 
     def __init__(
         self,
-        settings: CompressionSettings,
+        settings: DataParallelFlags,
         matrices: list[tuple[int, int, int]],
         numel: int,
         traffic: TrafficCount,
@@ -68,20 +56,21 @@ class CompressedReduction:
         """
         self.settings, self.traffic = settings, traffic
         self._num_reductions = 0
-        self._format: BFloat16Codec | BlockInt8Codec | None = None
+        self._format: BFloat16Wire | BlockInt8Wire | None = None
         self._low_rank: LowRankMatrices | None = None
         self._errors: dict[str, Tensor] = {}
-        if settings.kind == "powersgd":
-            self._low_rank = LowRankMatrices(matrices, numel, settings.rank)
-        elif settings.kind != "topk":
-            self._format = BFloat16Codec() if settings.kind == "bf16" else BlockInt8Codec()
+        if settings.grad_compression == "powersgd":
+            self._low_rank = LowRankMatrices(matrices, numel, settings.powersgd_rank)
+        elif settings.grad_compression != "topk":
+            is_bf16 = settings.grad_compression == "bf16"
+            self._format = BFloat16Wire() if is_bf16 else BlockInt8Wire()
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
         """Count a reduction that begins, and return whether to compress it."""
         plain = _plain_bytes(bucket, mesh)
         self.traffic.plain += plain
         self._num_reductions += 1
-        if mesh.size == 1 or self._num_reductions > self.settings.warmup_reductions:
+        if mesh.size == 1 or self._num_reductions > self.settings.grad_compression_warmup:
             return mesh.size > 1
         self.traffic.sent += plain
         return False
@@ -158,7 +147,8 @@ class CompressedReduction:
     def _reduce_largest(self, values: Tensor, mesh: Mesh, tag: int) -> Steps[None]:
         """Sum the largest values of each rank of the mesh; every rank gets all of the sum."""
         self._add_error(values, "bucket")
-        sent = message = take_largest(values, num_sent(values.numel(), self.settings.fraction))
+        count = max(1, math.ceil(self.settings.topk_fraction * values.numel()))
+        sent = message = take_largest(values, count)
         error = self._error("bucket", values)
         # After an overflow under loss scaling the step is skipped; nothing of it must remain.
         torch.nan_to_num(values, 0.0, 0.0, 0.0, out=error)
@@ -171,7 +161,8 @@ class CompressedReduction:
         values.zero_()
         # In one order on all ranks, so that all have the same bits.
         for of_rank in message.split(sent.numel()):
-            add_sent(values, of_rank)
+            indices, terms = of_rank.view(torch.int32).view(2, -1)
+            values[indices.long()] += terms.view(torch.float32)
 
     def _count_all_reduce(self, message: Tensor, group: Group) -> None:
         size = group.size()
@@ -206,7 +197,7 @@ def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:
     return sent * bucket.element_size()
 
 
-class BFloat16Codec:
+class BFloat16Wire:
     """bf16: half the bytes of fp32, too precise to need error feedback. Sums are in fp32."""
 
     keeps_error = False
@@ -220,7 +211,7 @@ class BFloat16Codec:
         return packed.view(torch.bfloat16).float()
 
 
-class BlockInt8Codec:
+class BlockInt8Wire:
     """int8 with an fp32 scale per block: 3.9 times fewer bytes than fp32.
 
     T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.1, arXiv
@@ -348,11 +339,6 @@ def _padded(parts: list[Tensor], multiple: int) -> Tensor:
     return torch.nn.functional.pad(joined, (0, -joined.numel() % multiple))
 
 
-def num_sent(numel: int, fraction: float) -> int:
-    """Return how many of `numel` gradients a rank sends."""
-    return max(1, min(numel, math.ceil(fraction * numel)))
-
-
 def take_largest(values: Tensor, count: int) -> Tensor:
     """Set the `count` largest of fp32 [n] to zero, and return them as uint8 [8 count].
 
@@ -368,9 +354,3 @@ def take_largest(values: Tensor, count: int) -> Tensor:
     message[1].copy_(values[indices].view(torch.int32))
     values[indices] = 0.0
     return message.view(-1).view(torch.uint8)
-
-
-def add_sent(total: Tensor, message: Tensor) -> None:
-    """Add a result of `take_largest` to fp32 [n]."""
-    indices, values = message.view(torch.int32).view(2, -1)
-    total[indices.long()] += values.view(torch.float32)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
-from megatron.core.distributed.compression import CompressionSettings
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -99,7 +98,7 @@ class DistributedDataParallel(nn.Module):
             units,
             mesh_of=self.mesh,
             policy_of=self._policy,
-            separate=self._tied_parameters(),
+            separate=set(self._tied_parameters()),
             disable_bucketing=disable_bucketing,
             is_exact=self._is_exact,
         )
@@ -148,20 +147,14 @@ class DistributedDataParallel(nn.Module):
         """Average over the dense replicas, also for experts: an expert's gradient is already a
         sum over the tokens of several replicas."""
         num_replicas = self.pg_collection.dp_cp.size()
-        check = self.ddp_config.check_for_nan_in_grad
         config = self.ddp_config
-        compression = CompressionSettings(
-            config.grad_compression,
-            config.powersgd_rank,
-            config.grad_compression_warmup,
-            config.topk_fraction,
-        )
+        compression = None if config.grad_compression == "none" else config
         scale, average = 1.0 / num_replicas, False
         if self._is_exact or getattr(self.config, "calculate_per_token_loss", False):
             scale = 1.0  # exact sums are scaled once, in `round_gradients`
         elif config.average_in_collective:
             scale, average = mesh.size / num_replicas, True
-        return ReductionPolicy(scale, average, check, compression)
+        return ReductionPolicy(scale, average, config.check_for_nan_in_grad, compression)
 
     def _tied_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that exist on another pipeline stage as well."""

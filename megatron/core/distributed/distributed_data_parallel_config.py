@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron.core.foundation.device import current_device, device_type, is_host_memory
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.settings.config_base import check_all
+from megatron.core.settings.config_base import check_all, choice_problems, range_problems
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag, no_flag
 from megatron.core.settings.inert_flags import (
@@ -128,7 +129,7 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
                 self.data_parallel_sharding_strategy = "optim"
         if self.data_parallel_sharding_strategy in SHARDING_STRATEGIES[1:]:
             self.use_distributed_optimizer = True
-        check_all(self, [_check_overlap, _check_limits, _check_choices, refused_settings])
+        check_all(self, [_check_overlap, _check_values, refused_settings])
         warn_of_unused_settings(self)
 
     @property
@@ -156,112 +157,74 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
 
-def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
+def _check_overlap(config: DistributedDataParallelConfig) -> Iterator[MegatronError]:
     if config.overlap_param_gather and not config.use_distributed_optimizer:
-        problems.append(
-            ConfigError(
-                "overlap_param_gather is on without use_distributed_optimizer.",
-                rule="parameters are gathered only if the optimizer state is sharded",
-                flags=["--overlap-param-gather", "--use-distributed-optimizer"],
-                fix="add --use-distributed-optimizer or drop --overlap-param-gather",
-            )
+        yield ConfigError(
+            "overlap_param_gather is on without use_distributed_optimizer.",
+            rule="parameters are gathered only if the optimizer state is sharded",
+            flags=["--overlap-param-gather", "--use-distributed-optimizer"],
+            fix="add --use-distributed-optimizer or drop --overlap-param-gather",
         )
     if config.num_distributed_optimizer_instances > 1 and not config.use_distributed_optimizer:
-        problems.append(
-            ConfigError(
-                f"{config.num_distributed_optimizer_instances} instances of the distributed"
-                " optimizer without use_distributed_optimizer.",
-                rule="instances are copies of sharded optimizer state",
-                flags=["--num-distributed-optimizer-instances", "--use-distributed-optimizer"],
-                fix="add --use-distributed-optimizer",
-            )
+        yield ConfigError(
+            f"{config.num_distributed_optimizer_instances} instances of the distributed"
+            " optimizer without use_distributed_optimizer.",
+            rule="instances are copies of sharded optimizer state",
+            flags=["--num-distributed-optimizer-instances", "--use-distributed-optimizer"],
+            fix="add --use-distributed-optimizer",
         )
     if config.param_cpu_offload and (
         not config.shards_parameters or config.param_offload_path is not None
     ):
         where = f" and param_offload_path={config.param_offload_path!r}"
-        problems.append(
-            ConfigError(
-                f"param_cpu_offload with {config.data_parallel_sharding_strategy}"
-                f"{where if config.param_offload_path else ''}.",
-                rule="the own shards of parameters are in one place: in host memory or in a file",
-                flags=["--param-cpu-offload", "--data-parallel-sharding-strategy"],
-                fix="use --data-parallel-sharding-strategy optim_grads_params, and no"
-                " --param-offload-path",
-            )
+        yield ConfigError(
+            f"param_cpu_offload with {config.data_parallel_sharding_strategy}"
+            f"{where if config.param_offload_path else ''}.",
+            rule="the own shards of parameters are in one place: in host memory or in a file",
+            flags=["--param-cpu-offload", "--data-parallel-sharding-strategy"],
+            fix="use --data-parallel-sharding-strategy optim_grads_params, and no"
+            " --param-offload-path",
         )
     if config.param_offload_path is not None and (
         not config.shards_parameters or not is_host_memory(current_device())
     ):
-        problems.append(
-            ConfigError(
-                f"param_offload_path={config.param_offload_path!r} with"
-                f" {config.data_parallel_sharding_strategy} on {device_type()}.",
-                rule="the file holds shards of parameters, which CPU ranks gather from it",
-                flags=["--param-offload-path", "--data-parallel-sharding-strategy"],
-                fix="use --data-parallel-sharding-strategy optim_grads_params on CPU ranks, or"
-                " --optimizer-offload-path, which offloads the larger part of the state",
-            )
+        yield ConfigError(
+            f"param_offload_path={config.param_offload_path!r} with"
+            f" {config.data_parallel_sharding_strategy} on {device_type()}.",
+            rule="the file holds shards of parameters, which CPU ranks gather from it",
+            flags=["--param-offload-path", "--data-parallel-sharding-strategy"],
+            fix="use --data-parallel-sharding-strategy optim_grads_params on CPU ranks, or"
+            " --optimizer-offload-path, which offloads the larger part of the state",
         )
-    return problems
 
 
-def _check_limits(config: DistributedDataParallelConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
-    for name, spelling, least in (
-        ("bucket_size", "--ddp-bucket-size", 1),
-        ("num_buckets", "--ddp-num-buckets", 1),
-        ("powersgd_rank", "--powersgd-rank", 1),
-        ("grad_compression_warmup", "--grad-compression-warmup", 0),
-    ):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            problems.append(
-                ConfigError(
-                    f"{name}={value}.",
-                    rule=f"{name} is at least {least}",
-                    flags=[spelling],
-                    fix="drop it",
-                )
-            )
+def _check_values(config: DistributedDataParallelConfig) -> Iterator[MegatronError]:
+    limits: list[tuple[str, str, float, float | None]] = [
+        ("bucket_size", "--ddp-bucket-size", 1, None),
+        ("num_buckets", "--ddp-num-buckets", 1, None),
+        ("powersgd_rank", "--powersgd-rank", 1, None),
+        ("grad_compression_warmup", "--grad-compression-warmup", 0, None),
+    ]
+    yield from range_problems(config, limits)
     if not 0.0 < config.topk_fraction <= 1.0:
-        problems.append(
-            ConfigError(
-                f"topk_fraction={config.topk_fraction}.",
-                rule="a share of the gradients is sent: more than 0, at most 1",
-                flags=["--topk-fraction"],
-                fix="use 0.01",
-            )
+        yield ConfigError(
+            f"topk_fraction={config.topk_fraction}.",
+            rule="a share of the gradients is sent: more than 0, at most 1",
+            flags=["--topk-fraction"],
+            fix="use 0.01",
         )
     if config.bucket_size is not None and config.num_buckets is not None:
-        problems.append(
-            ConfigError(
-                f"bucket_size={config.bucket_size} and num_buckets={config.num_buckets}.",
-                rule="buckets are given by their size or by their number",
-                flags=["--ddp-bucket-size", "--ddp-num-buckets"],
-                fix="drop one of them",
-            )
+        yield ConfigError(
+            f"bucket_size={config.bucket_size} and num_buckets={config.num_buckets}.",
+            rule="buckets are given by their size or by their number",
+            flags=["--ddp-bucket-size", "--ddp-num-buckets"],
+            fix="drop one of them",
         )
-    return problems
-
-
-def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
-    for name, known, instead in (
-        ("grad_compression", COMPRESSIONS, "bf16"),
-        ("data_parallel_sharding_strategy", SHARDING_STRATEGIES, "optim"),
-    ):
-        if getattr(config, name) not in known:
-            problems.append(
-                ConfigError(
-                    f"{name}={getattr(config, name)!r}.",
-                    rule=f"it is one of {', '.join(known)}",
-                    flags=["--" + name.replace("_", "-")],
-                    fix=f"use {instead}",
-                )
-            )
-    return problems
+    choices = [
+        ("grad_compression", COMPRESSIONS),
+        ("data_parallel_sharding_strategy", SHARDING_STRATEGIES),
+    ]
+    yield from choice_problems(config, choices)
 
 
 def bucket_numel(

@@ -14,7 +14,7 @@ from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import explicit_layout, loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
-from megatron.core.transformer.indexer_loss import finish_indexer_step
+from megatron.core.transformer.indexer import finish_indexer_step
 from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import torch_collectives

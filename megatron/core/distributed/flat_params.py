@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
+from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece
 from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.offload.device_copies import AsyncFetch
 from megatron.core.transport.work import AnyWork
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How parameters are cut into buckets."""
-
-    mesh: Mesh
-    bucket_numel: int | None
-    """Most elements of a bucket; None is one bucket."""
-    separate: Collection[nn.Parameter] = ()
-    """Parameters with buckets of their own (see `plan_buffer`)."""
-    separate_numel: int | None = None
-    """Most elements of a bucket of separate parameters."""
-    units: Sequence[int] | None = None
-    """Number of each parameter's unit; units do not share buckets."""
-    single_bucket_units: Collection[int] = ()
-    """Units that are one bucket, whatever their size."""
-    alignment: int = BLOCK
-    """The elements of a shard are a multiple of it."""
-    tag: int = 0
-    """First message tag of the buckets."""
-    quantized: Sequence[QuantizedLinear] = ()
-    """Products of each parameter, if parameters are gathered in the products' format."""
 
 
 class Bucket:
@@ -63,27 +39,23 @@ class FlatParams:
 
     Args:
         parameters: (name, parameter) in forward order, of one dtype, on one device.
+        tag: first message tag of the buckets.
+        quantized: products of each parameter, if parameters are gathered in the products' format.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], options: LayoutOptions
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: BufferPlan,
+        mesh: Mesh,
+        *,
+        tag: int = 0,
+        quantized: Sequence[QuantizedLinear] = (),
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
-        self.mesh, self.tag = options.mesh, options.tag
-        self.quantized = options.quantized
+        self.plan, self.mesh, self.tag, self.quantized = plan, mesh, tag, quantized
         self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
-        separate = {id(p) for p in options.separate}
-        self.plan: BufferPlan = plan_buffer(
-            [p.numel() for p in self.parameters],
-            bucket_numel=options.bucket_numel,
-            num_shards=options.mesh.size,
-            separate={i for i, p in enumerate(self.parameters) if id(p) in separate},
-            separate_numel=options.separate_numel,
-            units=options.units,
-            single_bucket_units=options.single_bucket_units,
-            alignment=options.alignment,
-        )
         self.buckets: list[Bucket] = []
         self.buckets_of: list[list[Bucket]] = [[] for _ in self.parameters]
         for number, (begin, end) in enumerate(self.plan.buckets):

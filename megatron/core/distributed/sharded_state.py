@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.utils import unwrap_model
 
 Sharded = Mapping[nn.Parameter, Sequence[ParameterShard]]
 """Parameters whose values are sharded, each with the pieces that this rank owns."""
@@ -38,7 +39,7 @@ def declare_shards(
 
     A parameter is left out if this rank owns no part of it.
     """
-    parameters = _innermost(module).named_parameters(remove_duplicate=False)
+    parameters = unwrap_model(module).named_parameters(remove_duplicate=False)
     shards_of = {prefix + name: sharded[p] for name, p in parameters if p in sharded}
     found: dict[str, Any] = {}
     for name, declaration in declared.items():
@@ -55,7 +56,7 @@ def load_full_state(
     """Load full tensors or what `declare_shards` declared; the shards are written in place."""
     ours: set[str] = set()
     rest = dict(state_dict)
-    inner = _innermost(module)
+    inner = unwrap_model(module)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         if parameter in sharded:
             ours.add(name)
@@ -94,9 +95,3 @@ def _declare(
         flattened_range=None if is_full else slice(shard.begin, shard.end),
         replica_id=(*replica_id[:-1], replica) if isinstance(replica_id, tuple) else replica,
     )
-
-
-def _innermost(module: nn.Module) -> nn.Module:
-    while isinstance(getattr(module, "module", None), nn.Module):
-        module = module.get_submodule("module")
-    return module

@@ -62,11 +62,6 @@ class BufferPlan:
     sections: tuple[range, ...]
     """Numbers of the buckets that are a section; no parameter is in two sections."""
 
-    @property
-    def num_buckets(self) -> int:
-        """Units of communication."""
-        return len(self.buckets)
-
     def slots_in(self, begin: int, end: int) -> list[Slot]:
         """Return the slots that share elements with [begin, end)."""
         return [slot for slot in self.slots if slot.begin < end and begin < slot.end]
@@ -100,7 +95,6 @@ def plan_buffer(
     separate_numel: int | None = None,
     units: Sequence[int] | None = None,
     single_bucket_units: Collection[int] = (),
-    alignment: int = BLOCK,
 ) -> BufferPlan:
     """Lay out parameters of the given sizes, the last one first.
 
@@ -108,7 +102,7 @@ def plan_buffer(
         numels: elements of each parameter, in forward order.
         bucket_numel: most elements of a bucket before padding; None is one bucket for all.
         num_shards: number of ranks that share a bucket. Every bucket is a multiple of
-            `alignment * num_shards`.
+            `BLOCK * num_shards`.
         separate: parameters with separate buckets, so that their shards do not depend on the rest
             of the buffer: two pipeline stages that hold the same tied weight must cut it at the
             same places to add their gradients shard by shard.
@@ -116,12 +110,9 @@ def plan_buffer(
         units: number of the unit of each parameter; neighbours with the same number are kept in
             one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
         single_bucket_units: units that are one bucket, whatever their size.
-        alignment: the elements of a shard are a multiple of it; a multiple of `BLOCK`.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
     assert all(n >= 1 for n in numels), numels
-    assert alignment % BLOCK == 0, alignment
-    unit = alignment * num_shards
     slots: list[Slot] = []
     buckets: list[tuple[int, int]] = []
     sections: list[range] = []
@@ -137,7 +128,7 @@ def plan_buffer(
         if units is not None and units[index] in single_bucket_units:
             most = None
         count = 1 if most is None else _ceil_div(length, most)
-        step = _round_up(_ceil_div(length, count), unit)
+        step = _round_up(_ceil_div(length, count), BLOCK * num_shards)
         while section < position:
             buckets.append((section, section + step))
             section += step

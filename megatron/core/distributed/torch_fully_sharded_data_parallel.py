@@ -9,9 +9,9 @@ buckets, works in pipelines, and adds gradients in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.core.dist_checkpointing.collective import as_checkpoint_error
-from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.communication import Mesh, gather_on_all_ranks
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -28,14 +27,12 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.device import is_fake
-from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.transport import averages
-
-Result = TypeVar("Result")
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -76,13 +73,14 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self._param_index, self._spans, self._units = {}, [], None
         self._gathers_in_forward = False
         self._syncs_in_backward, self._awaits_end = True, False
+        self._meshes = [self.mesh(), self.mesh(is_expert=True)]
         self._fsdp_modules: list[Any] = []
         self._shard_modules(sub_modules_to_wrap)
         self._read_shards()
         is_half = any(p.dtype == torch.float16 for p in self._shards_of)
         # torch itself divides gradients that are sent in fp16, against overflow.
         self._averages = (is_half and not ddp_config.grad_reduce_in_fp32) or averages(
-            max((self.mesh(), self.mesh(is_expert=True)), key=lambda mesh: mesh.shard_size).shard
+            max(self._meshes, key=lambda mesh: mesh.shard_size).shard
         )
 
     def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
@@ -246,16 +244,13 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             self._reserve(state.values())
             return state
 
-        state = self._all_ranks(own_state)
+        state = gather_on_all_ranks(own_state, self._meshes)
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
-    def summon_full_params(self) -> AbstractContextManager[None]:
-        """Inside the returned context all parameters are whole."""
-        return self._unsharded()
-
     @contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        self._all_ranks(lambda: self._reserve(self.module.parameters()))
+    def summon_full_params(self) -> Iterator[None]:
+        """Inside the returned context all parameters are whole."""
+        gather_on_all_ranks(lambda: self._reserve(self.module.parameters()), self._meshes)
         for module in self._fsdp_modules:
             module.unshard()
         try:
@@ -272,20 +267,6 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             if isinstance(v, DTensor)
         ]
         reserved.clear()  # the allocator keeps it for torch
-
-    def _all_ranks(self, step: Callable[[], Result]) -> Result:
-        """Call `step` on all ranks that shard parameters; all raise if one fails."""
-        problem: MegatronError | None = None
-        result: Any = None
-        try:
-            result = step()
-        except Exception as error:
-            problem = as_checkpoint_error(error, "gathering parameters")
-        for mesh in (self.mesh(), self.mesh(is_expert=True)):
-            problem = mesh.agreed(problem)
-        if problem is not None:
-            raise problem
-        return result
 
 
 def _scale(shard: ParameterShard, factor: float | Tensor) -> None:
@@ -316,35 +297,27 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 def _problems(
     config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
-) -> list[ConfigError]:
-    """Return the errors for a layout or settings that torch does not support."""
-    problems = []
+) -> Iterator[ConfigError]:
+    """Yield the errors for a layout or settings that torch does not support."""
     if groups.pp.size() > 1:
-        problems.append(
-            ConfigError(
-                f"torch's FSDP2 in a pipeline of {groups.pp.size()} stages.",
-                rule="its hooks expect forward and backward of a micro batch to follow each other",
-                flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
-                fix="use --use-megatron-fsdp, which shards the same in pipelines",
-            )
+        yield ConfigError(
+            f"torch's FSDP2 in a pipeline of {groups.pp.size()} stages.",
+            rule="its hooks expect forward and backward of a micro batch to follow each other",
+            flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
+            fix="use --use-megatron-fsdp, which shards the same in pipelines",
         )
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        problems.append(
-            ConfigError(
-                "torch's FSDP2 with forwards and backwards that overlap.",
-                rule="its hooks free a layer after forward, though the backward of another micro"
-                " batch may still use it",
-                flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
-                fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
-            )
+        yield ConfigError(
+            "torch's FSDP2 with forwards and backwards that overlap.",
+            rule="its hooks free a layer after forward, though the backward of another micro"
+            " batch may still use it",
+            flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
+            fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
         )
     if ddp_config.use_distributed_optimizer:
-        problems.append(
-            ConfigError(
-                "torch's FSDP2 with the distributed optimizer.",
-                rule="torch shards parameters, gradients and state already",
-                flags=["--use-torch-fsdp2", "--use-distributed-optimizer"],
-                fix="drop --use-distributed-optimizer",
-            )
+        yield ConfigError(
+            "torch's FSDP2 with the distributed optimizer.",
+            rule="torch shards parameters, gradients and state already",
+            flags=["--use-torch-fsdp2", "--use-distributed-optimizer"],
+            fix="drop --use-distributed-optimizer",
         )
-    return problems

@@ -18,30 +18,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.foundation.optional_imports import require, why_missing
 from megatron.core.kernels.attention import ASKED
-from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
-from megatron.core.parameters.param_meta import (
-    ParamMeta,
-    full_shape,
-    has_main_grad,
-    set_param_meta,
-    shard_of,
-)
+from megatron.core.parameters.param_meta import ParamMeta, has_main_grad, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import (
     ParallelLinear,
+    device_of_parameters,
+    fill_parameter,
     tolerate_missing_extra_state,
 )
 from megatron.core.topology.group import Group
 from megatron.core.transformer.backend import Backend
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -104,35 +98,16 @@ def _checked(made: type, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _layer_device(config: TransformerConfig) -> torch.device:
-    """Return the device of new parameters."""
-    return torch.device("cpu") if config.use_cpu_initialization else current_device()
-
-
 def _common_options(config: TransformerConfig) -> dict[str, Any]:
     """Return the arguments of every linear layer of the library."""
     return {
         "fuse_wgrad_accumulation": False,  # set by `_prepare` once there is a main gradient
         "delay_wgrad_compute": True,  # can be deferred: `_prepare` decides whether it is
-        "get_rng_state_tracker": None,  # it would draw weights, which `_fill` draws by name
-        "init_method": lambda weight: weight,  # `_fill` draws it, equal in every layout
+        "get_rng_state_tracker": None,  # `fill_parameter` draws weights, by their names
+        "init_method": lambda weight: weight,  # `fill_parameter` draws it, equal in every layout
         "params_dtype": config.params_dtype,
-        "device": _layer_device(config),
+        "device": device_of_parameters(config),
     }
-
-
-@torch.no_grad()
-def _fill(
-    weight: nn.Parameter, meta: ParamMeta, config: TransformerConfig, tp: Group
-) -> nn.Parameter:
-    """Attach metadata and write this rank's slice of the initial weight."""
-    set_param_meta(weight, meta)
-    draws = config.perform_initialization and not initialization_is_deferred()
-    if meta.init_method is not None and draws:
-        shape = full_shape(weight.shape, meta, tp.size())
-        full = full_weight(shape, meta, meta.init_method, weight.device)
-        weight.copy_(shard_of(full, meta, tp.rank(), tp.size()))
-    return weight
 
 
 def _describe(
@@ -158,7 +133,7 @@ def _describe(
                 meta = replace(meta, init_method=init_method)
         else:  # a replicated bias, or the parameters of a fused norm
             meta = ParamMeta(partial_grad_axes=partial_axes)
-        _fill(parameter, meta, config, tp)
+        fill_parameter(parameter, meta, config, tp)
 
 
 def _zeroed_main_grad(weight: Any) -> Tensor:
@@ -318,6 +293,8 @@ class TELayerNormColumnParallelLinear(_TEParallelLinear, _LayerNormLinear):  # t
 class TEGroupedLinear(WithoutState, _GroupedLinear):  # type: ignore[misc,valid-type]
     """A linear map for each expert; call and parameters of `GroupedLinear`."""
 
+    weights, biases = GroupedLinear.weights, GroupedLinear.biases
+
     def __init__(
         self,
         num_gemms: int,
@@ -339,24 +316,16 @@ class TEGroupedLinear(WithoutState, _GroupedLinear):  # type: ignore[misc,valid-
         self.config, self.uses_bias, self.num_gemms = config, bias, num_gemms
         split = ParamMeta(split_dim=split_dim, split_axis="expt_tp", stride=stride, is_expert=True)
         for weight in self.weights():
-            _fill(weight, replace(split, init_method=init_method), config, expt_tp)
+            fill_parameter(weight, replace(split, init_method=init_method), config, expt_tp)
         # If the outputs are not split, the first rank alone adds the biases.
         axes = ("expt_tp",) if expt_tp.size() > 1 else ()
         whole = ParamMeta(partial_grad_axes=axes, is_expert=True)
         for index in range(num_gemms if bias else 0):
             added = nn.Parameter(self.weights()[0].new_zeros(shape[0]))
             self.register_parameter(
-                f"bias{index}", _fill(added, whole if split_dim else split, config, expt_tp)
+                f"bias{index}",
+                fill_parameter(added, whole if split_dim else split, config, expt_tp),
             )
-
-    def weights(self) -> list[nn.Parameter]:
-        """Return the weights [o, i], expert by expert."""
-        return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-
-    def biases(self) -> list[nn.Parameter]:
-        """Return the biases [o], expert by expert; an empty list without bias."""
-        count = self.num_gemms if self.uses_bias else 0
-        return [getattr(self, f"bias{index}") for index in range(count)]
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """Apply map i to its `tokens_per_expert[i]` rows of x [n, i]: [n, o]."""
@@ -382,7 +351,7 @@ class TENorm:
             "sequence_parallel": config.sequence_parallel,
             "zero_centered_gamma": config.layernorm_zero_centered_gamma,
             "dtype": config.params_dtype,
-            "device": _layer_device(config),
+            "device": device_of_parameters(config),
         }
         norm = _without_state(made)(hidden_size, eps=eps, **_checked(made, options))
         for parameter in norm.parameters():

@@ -1,13 +1,10 @@
-"""Graphs of an accelerator: operations that are recorded once and started together afterwards.
-
-**Never run on a GPU**: tests record with a substitute.
-"""
+"""Graphs of an accelerator: operations that are recorded once and started together afterwards."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,21 +12,6 @@ from torch import Tensor
 from megatron.core.foundation import device
 
 Outputs: TypeAlias = tuple[Tensor | None, ...]
-
-
-class DeviceGraph(Protocol):
-    """One recording. Its operations always read and write the same addresses."""
-
-    def capture(self, call: Callable[[], Outputs]) -> Outputs:
-        """Record the operations that `call` starts on the device; return the replays' outputs.
-
-        The operations are not computed yet. Code of `call` on the host runs only this once.
-        """
-        ...
-
-    def replay(self) -> None:
-        """Start the recorded operations on the current stream."""
-        ...
 
 
 class MemoryPool:
@@ -40,15 +22,18 @@ class MemoryPool:
         """Pool of the first graph, which later graphs share; None before the first capture."""
 
 
-class AcceleratorGraph:
-    """Torch's graph of the accelerator. See `DeviceGraph`."""
+class DeviceGraph:
+    """One recording. Its operations always read and write the same addresses."""
 
     def __init__(self, pool: MemoryPool) -> None:
         self._graph: Any = None
         self._pool = pool
 
     def capture(self, call: Callable[[], Outputs]) -> Outputs:
-        """See `DeviceGraph`."""
+        """Record the operations that `call` starts on the device; return the replays' outputs.
+
+        The operations are not computed yet. Code of `call` on the host runs only this once.
+        """
         stream, here = _side_stream(device.current_device()), device.current_stream()
         assert here is not None, "graphs are made of the streams of an accelerator"
         stream.wait_stream(here)
@@ -61,7 +46,7 @@ class AcceleratorGraph:
         return outputs
 
     def replay(self) -> None:
-        """See `DeviceGraph`."""
+        """Start the recorded operations on the current stream."""
         self._graph.replay()
 
 
@@ -69,11 +54,6 @@ class AcceleratorGraph:
 def _side_stream(where: torch.device) -> torch.Stream:
     """Return the stream of captures; a backward pass runs on the stream of its forward pass."""
     return torch.Stream(where)
-
-
-def new_graph(pool: MemoryPool) -> DeviceGraph:
-    """Return an empty graph."""
-    return AcceleratorGraph(pool)
 
 
 def warm_up(call: Callable[[], object], num_times: int) -> None:

@@ -19,6 +19,12 @@ from torch import Tensor
 
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import masked_keys
+from megatron.core.kernels.torch_attention import (
+    record_max_logits,
+    scaled_scores,
+    softmax_with_sink,
+    weighted_values,
+)
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
 from megatron.core.step_context.random_scope import SequenceShard
 
@@ -40,7 +46,6 @@ class SparseSpec:
         topk: keys that a query attends to.
         uses_relu: negative scores of a head of the indexer count as zero.
         compared: the keys of the loss.
-        total: positions of the whole sequence.
         keep_mask: draws dropout; None without.
         sum_over_ranks: sums a tensor over the ranks that hold other heads.
     """
@@ -49,7 +54,6 @@ class SparseSpec:
     topk: int
     uses_relu: bool
     compared: Compared
-    total: int
     keep_mask: AttentionKeepMask | None
     sum_over_ranks: Callable[[Tensor], Tensor]
 
@@ -138,17 +142,14 @@ def attend_rows(
     Communication:
         with a loss, a sum of [b, q, k] over the ranks that hold other heads.
     """
-    q, b, n, _ = query.shape
     options = spec.options
     indexed = index_scores(index_query, index_weights, index_key, spec.uses_relu)
     chosen = chosen_keys(indexed.detach(), hidden, spec.topk)
-    scores = _scores(query, key, options)
+    scores = scaled_scores(query, key, options, in_fp32=True)
     lowest = torch.finfo(scores.dtype).min
     kept = scores.masked_fill(~chosen.unsqueeze(1), lowest)
-    if options.max_logits is not None:
-        highest = kept.detach().amax((0, 2, 3)).to(options.max_logits.dtype)
-        torch.maximum(options.max_logits, highest, out=options.max_logits)
-    probabilities = _softmax(kept, sink)
+    record_max_logits(kept, options)
+    probabilities = softmax_with_sink(kept, sink)
     loss = indexed.new_zeros(())
     if spec.compared is Compared.CHOSEN:
         loss = _divergence(probabilities.detach(), indexed, chosen, counted, spec)
@@ -158,35 +159,7 @@ def attend_rows(
     probabilities = probabilities.to(query.dtype)
     if spec.keep_mask is not None:
         probabilities = probabilities * _keep(spec, probabilities, rows)
-    values = value.permute(1, 2, 0, 3).reshape(b * n, value.shape[0], -1)
-    out = torch.bmm(probabilities.reshape(b * n, q, -1), values)
-    return out.view(b, n, q, -1).permute(2, 0, 1, 3).reshape(q, b, -1), loss
-
-
-def _scores(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """Return the scaled scores [b, n, q, k] of attention, in fp32 or wider."""
-    q, b, n, d = query.shape
-    rows, columns = (t.permute(1, 2, 0, 3).reshape(b * n, -1, d) for t in (query, key))
-    unused = query.new_empty(1).expand(b * n, q, columns.shape[1])
-    # Division by the layer number keeps fp16 scores in range; later operations are in fp32.
-    scaling = options.layer_scaling
-    scores = torch.baddbmm(
-        unused, rows, columns.transpose(1, 2), beta=0, alpha=options.scale / scaling
-    )
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(b, n, q, -1)
-    if scaling != 1:
-        scores = scores * scaling
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    return scores
-
-
-def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the probabilities [b, n, q, k]; a sink [n] adds to their denominator."""
-    if sink is None:
-        return torch.softmax(scores, -1)
-    column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    return weighted_values(probabilities, value), loss
 
 
 def _divergence(

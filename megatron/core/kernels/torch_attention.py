@@ -73,45 +73,72 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
     [sq, b, n, d], [sk, b, g, d], [sk, b, g, e] -> [sq, b, n*e].
     """
-    sq, b, n, d = query.shape
+    sq, b, n, _ = query.shape
     sk, g = key.shape[0], key.shape[2]
-    keep_mask_of = query
     if g != n:
         key, value = (t.repeat_interleave(n // g, dim=2) for t in (key, value))
-    # Division by the layer number keeps fp16 scores in range; the softmax, in fp32, undoes it.
-    layer_scaling = options.layer_scaling
-    q, k, v = (
-        t.permute(1, 2, 0, 3).reshape(b * n, t.shape[0], t.shape[3]) for t in (query, key, value)
-    )
-    unused = q.new_empty(1).expand(b * n, sq, sk)
-    scores = torch.baddbmm(
-        unused, q, k.transpose(1, 2), beta=0, alpha=options.scale / layer_scaling
-    ).view(b, n, sq, sk)
-    if options.softmax_in_fp32 or layer_scaling != 1:
-        scores = scores.float()
-    if layer_scaling != 1:
-        scores = scores * layer_scaling
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+    in_fp32 = options.softmax_in_fp32 or options.layer_scaling != 1
+    scores = scaled_scores(query, key, options, in_fp32=in_fp32)
     if options.attention_bias is not None:
         scores = scores + options.attention_bias
     hidden = options.masked_keys(sq, sk, query.device)
     for mask in (hidden, options.attention_mask):
         if mask is not None:
             scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    record_max_logits(scores, options)
+    probabilities = softmax_with_sink(scores, options.sink).to(query.dtype)
+    keep_mask = options.keep_mask(query, sk)
+    if keep_mask is not None:
+        probabilities = probabilities * keep_mask
+    return weighted_values(probabilities, value)
+
+
+def scaled_scores(
+    query: Tensor, key: Tensor, options: AttentionOptions, *, in_fp32: bool
+) -> Tensor:
+    """Return the scaled and capped scores [b, n, sq, sk] of query [sq, b, n, d], key [sk, b, n, d].
+
+    Args:
+        in_fp32: return fp32 or wider; the product has the dtype of the activations.
+    """
+    sq, b, n, d = query.shape
+    rows, columns = (t.permute(1, 2, 0, 3).reshape(b * n, -1, d) for t in (query, key))
+    # Division by the layer number keeps fp16 scores in range; later operations are in fp32.
+    scaling = options.layer_scaling
+    scores = torch.baddbmm(
+        _not_read(rows, columns.shape[1]), rows, columns.transpose(1, 2), beta=0,
+        alpha=options.scale / scaling,
+    ).view(b, n, sq, -1)  # fmt: skip
+    if in_fp32:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if scaling != 1:
+        scores = scores * scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    return scores
+
+
+def record_max_logits(scores: Tensor, options: AttentionOptions) -> None:
+    """Raise `options.max_logits`, if it is given, to the largest score of each head of scores
+    [b, n, sq, sk]."""
     if options.max_logits is not None:
         highest = scores.detach().amax((0, 2, 3)).to(options.max_logits.dtype)
         torch.maximum(options.max_logits, highest, out=options.max_logits)
-    if options.sink is not None:
-        column = options.sink.to(scores.dtype).view(1, n, 1, 1).expand(b, n, sq, 1)
-        scores = torch.cat((scores, column), -1)
-    probabilities = torch.softmax(scores, -1).to(query.dtype)
-    if options.sink is not None:
-        probabilities = probabilities[..., :-1]
-    keep_mask = options.keep_mask(keep_mask_of, sk)
-    if keep_mask is not None:
-        probabilities = probabilities * keep_mask
-    out = torch.bmm(probabilities.reshape(b * n, sq, sk), v)
+
+
+def softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the probabilities [b, n, sq, sk]; a sink [n] adds to their denominator."""
+    if sink is None:
+        return torch.softmax(scores, -1)
+    column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def weighted_values(probabilities: Tensor, value: Tensor) -> Tensor:
+    """Return the sums [sq, b, n*e] of value [sk, b, n, e], weighted by [b, n, sq, sk]."""
+    b, n, sq, sk = probabilities.shape
+    values = value.permute(1, 2, 0, 3).reshape(b * n, sk, -1)
+    out = torch.bmm(probabilities.reshape(b * n, sq, sk), values)
     return out.view(b, n, sq, -1).permute(2, 0, 1, 3).reshape(sq, b, -1)
 
 
@@ -146,8 +173,8 @@ def kv_cache_attention(
         rows = query.reshape(b * g, r, d)
     else:
         rows = query.view(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
-    unused = rows.new_empty(1).expand(b * g, s * r, k)
-    scores = torch.baddbmm(unused, rows, keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
+    columns = keys.flatten(0, 1).transpose(1, 2)
+    scores = torch.baddbmm(_not_read(rows, k), rows, columns, beta=0, alpha=scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:

@@ -5,15 +5,15 @@ region. When backward reaches a region, it starts to copy back the tensors of th
 so that the copies overlap with computation (ZeRO-Offload's idea applied to activations: S.
 Rajbhandari et al., "ZeRO-Infinity", section 5.1.3, arXiv 2104.07857). No number changes.
 
-An accelerator copies on two separate streams, through pinned memory (**never run on an
-accelerator**). If the device is the host, a thread copies, so that the same program runs there.
+An accelerator copies on two separate streams, through pinned memory. If the device is the host, a
+thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -67,7 +67,7 @@ class SavedActivations:
             self._known[storage._cdata] = StorageWeakRef(storage), views
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in views:
-            views[view] = _Saved(offloader(tensor.device).offload(tensor), region)
+            views[view] = _Saved(offloader(tensor.device)(tensor), region)
         views[view].num_readers += 1
         return views[view]
 
@@ -162,29 +162,18 @@ class OffloadedTensor(Protocol):
         ...
 
 
-class Offloader(Protocol):
-    """Offloads the tensors of one device."""
-
-    def offload(self, tensor: Tensor) -> OffloadedTensor:
-        """Start to copy a tensor of any shape [...] to the host; it must not change any more."""
-        ...
-
-
 @functools.cache
-def offloader(device: torch.device) -> Offloader:
-    """Return the offloader of a device: all models of the process share its streams or thread."""
-    return ThreadOffloader() if is_host_memory(device) else StreamOffloader(device)
+def offloader(device: torch.device) -> Callable[[Tensor], OffloadedTensor]:
+    """Return the function that starts to copy a tensor of the device to the host.
 
-
-class ThreadOffloader:
-    """Copies by a thread, in the order of their starts."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-tensors")
-
-    def offload(self, tensor: Tensor) -> _ThreadOffloaded:
-        """Start to copy a tensor of any shape [...]."""
-        return _ThreadOffloaded(tensor.detach(), self._thread)
+    All models of the process share its two streams, or its thread, which copies in the order of the
+    starts. The tensor must not change any more.
+    """
+    if is_host_memory(device):
+        thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-tensors")
+        return lambda tensor: _ThreadOffloaded(tensor.detach(), thread)
+    to_host, to_device = torch.Stream(device), torch.Stream(device)
+    return lambda tensor: _StreamOffloaded(tensor.detach(), to_host, to_device)
 
 
 class _ThreadOffloaded:
@@ -205,17 +194,6 @@ class _ThreadOffloaded:
         returned = self._fetched.result()
         self._fetched = None
         return returned
-
-
-class StreamOffloader:
-    """Copies on two streams, one for each direction."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._to_host, self._to_device = torch.Stream(device), torch.Stream(device)
-
-    def offload(self, tensor: Tensor) -> _StreamOffloaded:
-        """Start to copy a tensor of any shape [...]."""
-        return _StreamOffloaded(tensor.detach(), self._to_host, self._to_device)
 
 
 class _StreamOffloaded:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.offload.state_stores import StateStore
-from megatron.core.optimizer.chunk_updates import (
+from megatron.core.optimizer.definition import (
     ADAM,
     ADAMW,
     OTHER_UPDATE,
-    StoredSegment,
-    storage_kind,
-    update_segments,
+    ElementwiseUpdate,
+    Pieces,
 )
-from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.state_codec import (
+    BFloat16Codec,
     Codec,
+    Float32Codec,
     join_remainder,
     random_bits,
     split_remainder,
@@ -41,6 +42,10 @@ type drops more than 20 bits of fp32, so the first two states share 8 of their 2
 different significance in each."""
 
 
+_ADAM_NUMBERS = ("lr", "eps", "weight_decay")
+update_blocks: Callable[..., None] = triton_kernels.deferred("adam", "update_blocks")
+
+
 @dataclass(frozen=True)
 class StateField:
     """One state tensor of every shard: a column of the store."""
@@ -49,6 +54,17 @@ class StateField:
     codec: Codec
     is_remainder: bool = False
     """The column holds the differences between fp32 main weights and bf16 model weights."""
+
+
+def storage_kind(field: StateField) -> int:
+    """Return the number that identifies the form of a column in Adam's kernel."""
+    if field.is_remainder:
+        return 4
+    if isinstance(field.codec, Float32Codec):
+        return 0
+    if isinstance(field.codec, BFloat16Codec):
+        return 1
+    return 2 if getattr(field.codec, "dtype", None) == torch.float16 else 3
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class ChunkUpdate:
 
     rule: ElementwiseUpdate
     gradient_of: Mapping[int, Tensor]
-    settings_of: Mapping[int, Mapping[str, object]]
+    settings_of: Mapping[int, Mapping[str, Any]]
     step: int
     factor: float
 
@@ -133,22 +149,10 @@ class ChunkedState:
                 found.append(_Segment(item, start, stop, offset))
         return found
 
-    def update(
-        self,
-        update: ElementwiseUpdate,
-        gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, object]],
-        step: int,
-        factor: float,
-    ) -> None:
-        """Update state and weights of all shards.
-
-        Args:
-            gradient_of, settings_of: as in `ChunkUpdate`.
-        """
-        request = Request(self.store.device.type, "float32", frozenset({update.kind}))
+    def update(self, asked: ChunkUpdate) -> None:
+        """Update state and weights of all shards."""
+        request = Request(self.store.device.type, "float32", frozenset({asked.rule.kind}))
         run = CHUNK_UPDATES.choose(request).kernel.run
-        asked = ChunkUpdate(update, gradient_of, settings_of, step, factor)
         for number, columns in self.store.sweep():
             run(self, number, columns, asked)
 
@@ -168,39 +172,38 @@ class ChunkedState:
             if field.is_remainder:
                 self._write_remainder(number, works[field.name], column)
             elif not field.codec.is_exact:
-                noise = self._noise(begin, end, asked.step) if noise is None else noise
+                if noise is None:
+                    blocks = self._places[begin:end].to(self.store.device).unsqueeze(1)
+                    within = torch.arange(BLOCK, dtype=torch.int32, device=self.store.device)
+                    noise = random_bits(blocks * BLOCK + within, asked.step)
                 field.codec.encode(works[field.name], column, noise >> NOISE_SHIFTS[field_index])
         if self.has_main:
             self._publish(number, works[MAIN])
 
     def update_stored(self, number: int, columns: Sequence[Tensor], asked: ChunkUpdate) -> None:
-        """Update one chunk by a kernel that reads and writes the stored form of state."""
+        """Update one chunk by Adam on the stored form of state, one launch for each segment."""
         begin, _ = self.store.chunks[number]
-        segments = []
+        column_of = {f.name: (column, f) for f, column in zip(self.fields, columns, strict=True)}
+        used = [column_of.get(name) for name in ("exp_avg", "exp_avg_sq", MAIN)]
+        kinds = tuple(0 if each is None else storage_kind(each[1]) for each in used)
         for segment in self._segments[number]:
             key, item = id(segment.item.main_param), segment.item
             if key not in asked.gradient_of:
                 continue
-            block = segment.offset // BLOCK
+            block, settings = segment.offset // BLOCK, asked.settings_of[key]
             weight = item.shard.values if self.has_main else item.main_param
-            segments.append(
-                StoredSegment(
-                    segment.of_shard(asked.gradient_of[key]),
-                    segment.of_shard(weight.detach()),
-                    asked.settings_of[key],
-                    block,
-                    int(self._places[begin + block]),
-                )
+            beta1, beta2 = settings["betas"]
+            update_blocks(
+                segment.of_shard(asked.gradient_of[key]),
+                segment.of_shard(weight.detach()),
+                tuple(None if each is None else each[0][block:] for each in used),
+                kinds,
+                int(self._places[begin + block]),  # the key of the random bits
+                asked.step,
+                asked.factor,
+                {"beta1": beta1, "beta2": beta2, **{n: settings[n] for n in _ADAM_NUMBERS}},
+                asked.rule.kind == ADAMW,
             )
-        update_segments(
-            segments,
-            {field.name: column for field, column in zip(self.fields, columns, strict=True)},
-            {f.name: storage_kind(f.codec, is_remainder=f.is_remainder) for f in self.fields},
-            MAIN,
-            asked.step,
-            asked.factor,
-            decouples_decay=asked.rule.kind == ADAMW,
-        )
 
     def _update_segments(
         self, segments: Sequence[_Segment], works: Mapping[str, Tensor], asked: ChunkUpdate
@@ -233,11 +236,6 @@ class ChunkedState:
             )
             for field, column in zip(self.fields, columns, strict=True)
         }
-
-    def _noise(self, begin: int, end: int, step: int) -> Tensor:
-        blocks = self._places[begin:end].to(self.store.device)
-        within = torch.arange(BLOCK, dtype=torch.int32, device=self.store.device)
-        return random_bits(blocks.unsqueeze(1) * BLOCK + within, step)
 
     # Main weights ---------------------------------------------------------------------------
 

@@ -9,19 +9,24 @@ copied.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
-from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
+from megatron.core.offload.state_stores import (
+    FileStateStore,
+    HostStateStore,
+    StateStore,
+    host_memory_problem,
+)
+from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, ChunkUpdate, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
 from megatron.core.transport import torch_collectives
@@ -71,8 +76,9 @@ class ChunkedStateOptimizer:
     def step(self, factor: float = 1.0) -> None:
         """Update with `factor` times the gradients, and drop the gradients."""
         settings_of = {id(main): group for group in self.param_groups for main in group["params"]}
+        asked = ChunkUpdate(self.update, self._gradients, settings_of, self.num_steps, factor)
         for part in self.parts:
-            part.update(self.update, self._gradients, settings_of, self.num_steps, factor)
+            part.update(asked)
         self._gradients.clear()
         self.num_steps += 1
 
@@ -117,6 +123,16 @@ class ChunkedStateOptimizer:
             if part.has_main:
                 for item, values in part.states():
                     part.set_state(item, {MAIN: values[MAIN]})
+
+
+def streamed_params(optimizers: Iterable[object]) -> dict[int, ChunkedStateOptimizer]:
+    """Return id of a main tensor -> its optimizer, if that one updates chunks of state."""
+    return {
+        main: optimizer
+        for optimizer in optimizers
+        if isinstance(optimizer, ChunkedStateOptimizer)
+        for main in optimizer.main_params
+    }
 
 
 def build_chunked_state_optimizer(

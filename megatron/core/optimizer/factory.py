@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import UNSHARDED, Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
-from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.distributed.parameter_shard import MainParamShard, ParameterShard, main_param_of
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
 from megatron.core.optimizer.definition import (
@@ -21,7 +21,6 @@ from megatron.core.optimizer.definition import (
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
-from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
@@ -84,32 +83,9 @@ def get_megatron_optimizer(
             config,
         )
         matrices = [p for _, p in named if optimizer_name_of(keys[id(p)], config) == "muon"]
-        return torch_optimizer_of_groups(
-            config, param_groups, shards, matrices, model_chunks, groups
-        )
+        return build_torch_optimizer(config, param_groups, shards, matrices, model_chunks, groups)
 
     return assemble_optimizer(config, model_chunks, groups, make_torch_optimizer)
-
-
-def torch_optimizer_of_groups(
-    config: OptimizerConfig,
-    param_groups: list[dict[str, object]],
-    shards: Sequence[MainParamShard],
-    matrices: Sequence[nn.Parameter],
-    model_chunks: Sequence[nn.Module],
-    groups: ProcessGroupCollection,
-) -> Any:
-    """Return the optimizer of the config over torch parameter groups of main tensors.
-
-    Args:
-        matrices: the parameters of Muon on this model-parallel rank, whether this rank owns a
-            piece of them or not.
-    Communication: see `build_torch_optimizer`.
-    """
-    meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
-    return build_torch_optimizer(
-        config, param_groups, ModelTensors(shards, matrices, groups, meshes)
-    )
 
 
 def assemble_optimizer(
@@ -259,11 +235,6 @@ class MultiOptimizer:
             for tensor, entry in optimizer.state.items()
         }
 
-    def step(self) -> None:
-        """Update the tensors of all optimizers."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each optimizer under its number."""
         return {
@@ -282,22 +253,32 @@ def chunks_state(config: OptimizerConfig) -> bool:
 
 
 def build_torch_optimizer(
-    config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelTensors
+    config: OptimizerConfig,
+    param_groups: list[dict[str, Any]],
+    shards: Sequence[MainParamShard],
+    matrices: Sequence[nn.Parameter],
+    model_chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
 ) -> Any:
     """Return one optimizer, or `MultiOptimizer` where groups name different ones.
 
     Args:
-        param_groups: a group's "optimizer" names its optimizer, `config.optimizer` without one. The
-            groups of the result are the same dictionaries, in this order.
+        param_groups: over the main tensors of `shards`. A group's "optimizer" names its optimizer,
+            `config.optimizer` without one. The groups of the result are the same dictionaries, in
+            this order.
+        matrices: the parameters of Muon on this model-parallel rank, whether this rank owns a
+            piece of them or not.
     Communication: as of `MuonRedistribute`, if Muon updates any group.
     """
+    meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
+    parts = ModelTensors(shards, matrices, groups, meshes)
     names = [group.get("optimizer", config.optimizer) for group in param_groups]
     groups_of: dict[str, list[dict[str, Any]]] = {}
     for name, group in zip(names, param_groups, strict=True):
         groups_of.setdefault(name, []).append(group)
     optimizers = {
-        name: _build_one(OPTIMIZERS[name], config, groups, parts)
-        for name, groups in groups_of.items()
+        name: _build_one(OPTIMIZERS[name], config, its_groups, parts)
+        for name, its_groups in groups_of.items()
     }
     if len(optimizers) == 1:
         return optimizers[names[0]]

@@ -30,10 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation.device import computes_fast_in_bf16
-from megatron.core.optimizer.definition import EagerOptimizer
-from megatron.core.optimizer.main_param_shard import MainParamShard
-from megatron.core.optimizer.update_settings import UpdateSettings
+from megatron.core.optimizer.definition import EagerOptimizer, UpdateSettings
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, shard_of, unshard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK, Group

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
+from megatron.core.distributed.parameter_shard import MainParamShard
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer, streamed_params
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors, factors_of_range
 from megatron.core.optimizer.state_declarations import (
@@ -56,6 +56,7 @@ class MegatronOptimizer:
         self.optimizer, self.config, self.grad_scaler = optimizer, config, grad_scaler
         self.shards, self.reader = list(shards), reader
         self.model_chunks = list(model_chunks)
+        self._replicated = [c for c in model_chunks if isinstance(c, DistributedDataParallel)]
         self.attention_logits = AttentionLogits(self.model_chunks, reader.groups)
         self.nonfinite: str | None = None
         """Why the last step was refused, if the gradient was not finite or a check refused it."""
@@ -64,13 +65,7 @@ class MegatronOptimizer:
         self.num_updates = step_count(optimizer)
         """Updates of the weights so far; equal on all ranks, also on ranks without shards."""
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
-        self._streamed = {
-            main: optimizer
-            for optimizer in self._optimizers
-            if isinstance(optimizer, ChunkedStateOptimizer)
-            for main in optimizer.main_params
-        }
-        """id of a main tensor -> its optimizer, which accepts gradients of any dtype."""
+        self._streamed = streamed_params(self._optimizers)
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
 
@@ -157,7 +152,7 @@ class MegatronOptimizer:
             found_inf: fp32 [], 1 if the update is refused.
             row_factors: factors on rows of updated weights, by the id of their parameter.
         """
-        for chunk in self._replicated_chunks():
+        for chunk in self._replicated:
             # A gather may still run for parameters that no forward pass has read.
             chunk.finish_param_sync()
         self._attach_gradients()
@@ -173,11 +168,8 @@ class MegatronOptimizer:
         if self._copies:
             values, main_params = zip(*self._copies, strict=True)
             torch._foreach_copy_(values, main_params)
-        for chunk in self._replicated_chunks():
+        for chunk in self._replicated:
             chunk.start_param_sync()
-
-    def _replicated_chunks(self) -> list[DistributedDataParallel]:
-        return [chunk for chunk in self.model_chunks if isinstance(chunk, DistributedDataParallel)]
 
     def _attach_gradients(self) -> None:
         for item in self.shards:
@@ -257,7 +249,7 @@ class MegatronOptimizer:
 
         The rounded weights do not change, but their layers get the amaxes of the unrounded weights.
         """
-        chunks = [c for c in self._replicated_chunks() if c.ddp_config.gathers_params_in_fp8]
+        chunks = [c for c in self._replicated if c.ddp_config.gathers_params_in_fp8]
         if chunks:
             for values, main in self._copies:
                 values.copy_(main)

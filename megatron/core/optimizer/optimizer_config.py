@@ -11,14 +11,14 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
-from megatron.core.optimizer.definitions import OPTIMIZERS
-from megatron.core.optimizer.update_settings import (
+from megatron.core.optimizer.definition import (
     SCALE_MODES,
     TP_MODES,
     UpdateFlags,
     UpdateSettings,
 )
-from megatron.core.settings.config_base import check_all
+from megatron.core.optimizer.definitions import OPTIMIZERS
+from megatron.core.settings.config_base import check_all, choice_problems, range_problems
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.settings.inert_flags import (
@@ -37,8 +37,8 @@ NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 DTYPES = {
     "fp32": torch.float32,
-    "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "bf16": torch.bfloat16,
     "fp8": torch.uint8,
 }
 """Names of the dtypes of optimizer state in flags."""
@@ -88,23 +88,13 @@ class OptimizerFlags(UpdateFlags):
     """Dtype of main weights: float32, or float16 with a scale per block."""
     exp_avg_dtype: torch.dtype = flag(
         torch.float32,
-        values={
-            "fp32": DTYPES["fp32"],
-            "fp16": DTYPES["fp16"],
-            "bf16": DTYPES["bf16"],
-            "fp8": DTYPES["fp8"],
-        },
+        values=DTYPES,
         part_of="use_precision_aware_optimizer",
     )
     """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which means fp8)."""
     exp_avg_sq_dtype: torch.dtype = flag(
         torch.float32,
-        values={
-            "fp32": DTYPES["fp32"],
-            "fp16": DTYPES["fp16"],
-            "bf16": DTYPES["bf16"],
-            "fp8": DTYPES["fp8"],
-        },
+        values=DTYPES,
         part_of="use_precision_aware_optimizer",
     )
     """Dtype of the second moment, with the same choices as the first."""
@@ -166,7 +156,7 @@ class OptimizerConfig(OptimizerFlags, UpdateSettings, HalfPrecision, ShardedOpti
 
 
 def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
-    limits = [
+    limits: list[tuple[str, str, float, float | None]] = [
         ("adam_beta1", "--adam-beta1", 0.0, 1.0),
         ("adam_beta2", "--adam-beta2", 0.0, 1.0),
         ("sgd_momentum", "--sgd-momentum", 0.0, 1.0),
@@ -179,42 +169,20 @@ def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
         ("weight_decay", "--weight-decay", 0.0, None),
         ("adam_eps", "--adam-eps", 0.0, None),
     ]
-    for name, spelling, low, high in limits:
-        value = getattr(config, name)
-        if not (value >= low and (high is None or value < high)):
-            default = OptimizerConfig.__dataclass_fields__[name].default
-            span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
-            yield ConfigError(
-                f"{name}={value}.",
-                rule=f"{name} is {span}",
-                flags=[spelling],
-                fix=f"drop {spelling} to use {default}",
-            )
-    for name, known in (
+    yield from range_problems(config, limits)
+    choices = [
         ("optimizer", tuple(OPTIMIZERS)),
         ("muon_scale_mode", SCALE_MODES),
         ("muon_tp_mode", TP_MODES),
         ("muon_scalar_optimizer", _ELEMENTWISE_OPTIMIZERS),
         ("on_nonfinite_grad", NONFINITE_POLICIES),
         ("on_loss_scale_floor", FLOOR_POLICIES),
-    ):
-        if getattr(config, name) not in known:
-            yield ConfigError(
-                f"{name}={getattr(config, name)!r}.",
-                rule=f"{name} is one of {', '.join(known)}",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use {known[0]!r}",
-            )
+    ]
+    yield from choice_problems(config, choices)
 
 
 def _check_precision(config: OptimizerConfig) -> Iterator[MegatronError]:
-    if config.fp16 and config.bf16:
-        yield ConfigError(
-            "fp16 and bf16 are both on.",
-            rule="a model computes in one half precision",
-            flags=["--fp16", "--bf16"],
-            fix="keep --bf16",
-        )
+    yield from config.check_precision()
     if config.loss_scale is not None and not config.loss_scale > 0:
         yield ConfigError(
             f"loss_scale={config.loss_scale}.",

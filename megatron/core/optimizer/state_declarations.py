@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.parameter_shards import (
-    make_sharded_optimizer_tensor,
-)
+from megatron.core.dist_checkpointing.parameter_shards import make_sharded_optimizer_tensor
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
-from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer, streamed_params
 
 Declaration = ShardedTensor | ShardedTensorFactory
 
@@ -72,12 +70,7 @@ def load_declared_state(
     initialize_state(optimizer)
     state = state_dict["state"]
     state_of = optimizer.state
-    streamed = {
-        main: each
-        for each in getattr(optimizer, "optimizers", [optimizer])
-        if isinstance(each, ChunkedStateOptimizer)
-        for main in each.main_params
-    }
+    streamed = streamed_params(getattr(optimizer, "optimizers", [optimizer]))
     for number, item in enumerate(shards):
         loaded = state.get(str(number), {})
         tensors = _tensors(state_of, item)

@@ -12,20 +12,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-from megatron.core.optimizer.gradient_norm import DeviceReport, joint_norm
+from megatron.core.optimizer.gradient_norm import DeviceReport, GradientReader, joint_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides: keeps the factor finite."""
@@ -36,6 +34,31 @@ raises, on all ranks."""
 
 StepResult = tuple[bool, float | None, int | None]
 """(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
+
+
+class UpdatedOptimizer(Protocol):
+    """The part of a `MegatronOptimizer` that a decision reads and sets."""
+
+    reader: GradientReader
+    attention_logits: AttentionLogits
+    norm_checks: list[NormCheck]
+    nonfinite: str | None
+    num_updates: int
+
+    @property
+    def decides_on_device(self) -> bool: ...
+
+    def apply(
+        self,
+        factor: float | Tensor,
+        row_factors: RowFactors | None = None,
+        *,
+        found_inf: Tensor | None = None,
+    ) -> None: ...
+
+    def nonfinite_parameters(
+        self, bad_shards: Sequence[int]
+    ) -> list[tuple[int, int, int, str]]: ...
 
 
 class StepOutcome:
@@ -58,7 +81,7 @@ class StepOutcome:
 
 
 def start_step(
-    optimizers: Sequence[MegatronOptimizer],
+    optimizers: Sequence[UpdatedOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     is_refused: Tensor | None = None,
@@ -103,7 +126,7 @@ def _decide(
 
 
 def _start_on_device(
-    optimizers: Sequence[MegatronOptimizer],
+    optimizers: Sequence[UpdatedOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     is_refused: Tensor | None,
@@ -117,7 +140,7 @@ def _start_on_device(
 
 
 def _read(
-    optimizers: Sequence[MegatronOptimizer],
+    optimizers: Sequence[UpdatedOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     reports: Sequence[DeviceReport],
@@ -140,7 +163,7 @@ def _read(
 
 
 def _step_on_host(
-    optimizers: Sequence[MegatronOptimizer],
+    optimizers: Sequence[UpdatedOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
 ) -> StepResult:
@@ -173,7 +196,7 @@ def _step_on_host(
 
 
 def _refused(
-    optimizers: Sequence[MegatronOptimizer],
+    optimizers: Sequence[UpdatedOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     bad_shards: Sequence[Sequence[int]],
@@ -208,7 +231,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def describe_nonfinite(
-    optimizers: Sequence[MegatronOptimizer], bad_shards: Sequence[Sequence[int]]
+    optimizers: Sequence[UpdatedOptimizer], bad_shards: Sequence[Sequence[int]]
 ) -> str:
     """Name the first parameter, in backward order, whose gradient is not finite.
 

@@ -53,11 +53,6 @@ def _high(product: Tensor) -> Tensor:
     return (product >> WORD_BITS) & _LOW
 
 
-def key_of(seed: int) -> tuple[int, int]:
-    """Return the two words of a seed below 2^64, the low one first."""
-    return seed & _LOW, seed >> WORD_BITS & _LOW
-
-
 def keyed_words(
     seed: int, rows: Tensor, num_columns: int, *, sample: int | Tensor, head: int = 0
 ) -> Tensor:
@@ -73,7 +68,8 @@ def keyed_words(
     calls = torch.arange(-(-num_columns // WORDS), device=rows.device)
     samples = torch.as_tensor(sample, device=rows.device).view(-1, 1) & _LOW
     counter = (calls, rows.unsqueeze(1), calls.new_tensor(head), samples)
-    words = torch.stack(philox(counter, key_of(seed)), -1)
+    key = seed & _LOW, seed >> WORD_BITS & _LOW
+    words = torch.stack(philox(counter, key), -1)
     return words.flatten(1)[:, :num_columns]
 
 

@@ -103,10 +103,6 @@ class RandomState:
         """Inside, a layer runs for the `index`-th time, from 1: each pass has its own draws."""
         return within_step(random_scope=replace(self.scope, pass_index=index))
 
-    def in_saved_scope(self, scope: RandomScope) -> AbstractContextManager[None]:
-        """Restore an earlier scope: activation recomputation repeats its draws."""
-        return within_step(random_scope=scope)
-
     def next_key(self) -> tuple[int | str, ...]:
         """Return the key of the next draw (without sample and block) and count the draw."""
         scope = self.scope

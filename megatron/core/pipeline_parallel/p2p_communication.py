@@ -158,7 +158,12 @@ class P2PCommunicator:
                 raise self._wrong_dtype(tensor, message)
             tensor = tensor.detach().contiguous()
             if self.announces_shapes:
-                sent.append(self._encode_shape(tensor.shape))
+                shape = tensor.shape
+                assert len(shape) <= MAX_DIMS, (
+                    f"a stage output has {len(shape)} dimensions: {shape}"
+                )
+                padded = [len(shape), *shape] + [0] * (MAX_DIMS - len(shape))
+                sent.append(torch.tensor(padded, dtype=torch.int64, device=self.device))
             sent.append(tensor)
         try:
             works = [group.send([t], peer, tag and tag + i) for i, t in enumerate(sent)]
@@ -187,7 +192,8 @@ class P2PCommunicator:
                 if self.announces_shapes:
                     announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
                     group.recv([announced], peer, tag and tag + 2 * len(works)).wait()
-                    shape = _decode_shape(announced)
+                    num_dims, *numbers = announced.tolist()
+                    shape = tuple(numbers[:num_dims])
                     index = tag and tag + 2 * len(works) + 1
                 else:
                     index = tag and tag + len(works)
@@ -334,11 +340,6 @@ class P2PCommunicator:
             return group
         return dist.ProcessGroupGloo(store, rank, 2, like._timeout)
 
-    def _encode_shape(self, shape: Sequence[int]) -> Tensor:
-        assert len(shape) <= MAX_DIMS, f"a stage output has {len(shape)} dimensions: {shape}"
-        padded = [len(shape), *shape] + [0] * (MAX_DIMS - len(shape))
-        return torch.tensor(padded, dtype=torch.int64, device=self.device)
-
     def _name(self, rank: int) -> str:
         assert self.pp_group is not None
         return f"pipeline rank {rank} (global rank {dist.get_global_rank(self.pp_group, rank)})"
@@ -364,8 +365,3 @@ class P2PCommunicator:
 _TAGS_PER_MESSAGE = 64  # shape and data of up to 32 tensors
 _MAX_STAGES = 1024
 _MAX_MESSAGES = 2**24
-
-
-def _decode_shape(announced: Tensor) -> Shape:
-    numbers = announced.tolist()
-    return tuple(numbers[1 : 1 + numbers[0]])

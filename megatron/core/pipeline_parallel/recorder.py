@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
@@ -71,42 +69,24 @@ class MeasuredStage:
     def __init__(
         self, stage: PipelineStage, chunk: int, recorder: PipelineRecorder | None, timers: Any
     ) -> None:
-        self._stage = stage
-        self._chunk = chunk
-        self._recorder = recorder
-        self._timers = timers
+        self._chunk, self._recorder, self._timers = chunk, recorder, timers
+        self.forward = partial(self._call, stage.forward, Op.FORWARD)
+        self.backward = partial(self._call, stage.backward, Op.BACKWARD)
+        self.input_grad = partial(self._call, stage.input_grad, Op.INPUT_GRAD)
+        self.weight_grad = partial(self._call, stage.weight_grad, Op.WEIGHT_GRAD)
 
-    def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Run one forward: inputs and outputs [s, b, h]."""
-        with self._measured("forward-compute", Op.FORWARD, microbatch):
-            return self._stage.forward(microbatch, inputs)
-
-    def backward(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run one backward: gradients [s, b, h]."""
-        with self._measured("backward-compute", Op.BACKWARD, microbatch):
-            return self._stage.backward(microbatch, output_grads)
-
-    def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run the first half of a backward: gradients [s, b, h]."""
-        with self._measured("backward-compute", Op.INPUT_GRAD, microbatch):
-            return self._stage.input_grad(microbatch, output_grads)
-
-    def weight_grad(self, microbatch: int) -> None:
-        """Run the second half of a backward."""
-        with self._measured("backward-compute", Op.WEIGHT_GRAD, microbatch):
-            self._stage.weight_grad(microbatch)
-
-    @contextlib.contextmanager
-    def _measured(self, timer: str, op: Op, microbatch: int) -> Iterator[None]:
+    def _call(self, call: Callable[..., Any], op: Op, microbatch: int, *tensors: Any) -> Any:
+        name = "forward-compute" if op is Op.FORWARD else "backward-compute"
         if self._timers is not None:
-            self._timers(timer, log_level=2).start()
+            self._timers(name, log_level=2).start()
         if self._recorder is not None:
             device.synchronize()
         start = time.perf_counter()
-        yield
+        result = call(microbatch, *tensors)
         if self._recorder is not None:
             device.synchronize()
             step = Step(op, microbatch, self._chunk)
             self._recorder.spans.append(Span(self._recorder.rank, step, start, time.perf_counter()))
         if self._timers is not None:
-            self._timers(timer, log_level=2).stop()
+            self._timers(name, log_level=2).stop()
+        return result

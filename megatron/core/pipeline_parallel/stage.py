@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, DataError, shown
-from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import (
     AuxLossScale,
     WeightGradient,
@@ -59,11 +58,6 @@ class LossSettings:
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
     exact_scale: float | None = None
-
-    def aux_loss_scale(self) -> AuxLossScale:
-        """Return the weights of auxiliary losses, which arise inside the model."""
-        factor = self.exact_scale or self.cp_group.size() / self.num_microbatches
-        return AuxLossScale(factor, self.per_token, self.tokens_per_microbatch, self.scale)
 
 
 @dataclass
@@ -159,9 +153,17 @@ class Stage:
             announce = getattr(unwrap_model(self.model), "set_is_first_microbatch", None)
             if announce is not None:
                 announce()
-        set_aux_loss_scale(self._loss.aux_loss_scale())
+        # The weight of auxiliary losses, which arise inside the model.
+        settings = self._loss
+        factor = settings.exact_scale or settings.cp_group.size() / settings.num_microbatches
+        current_step().aux_loss_scale = AuxLossScale(
+            factor, settings.per_token, settings.tokens_per_microbatch, settings.scale
+        )
         mtp_losses: dict[str, Tensor] | None = {} if self.is_last and self._trains else None
-        with self._autocast(), within_step(mtp_losses=mtp_losses):
+        autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._autocast_dtype is not None:
+            autocast = torch.autocast(device.device_type(), dtype=self._autocast_dtype)
+        with autocast, within_step(mtp_losses=mtp_losses):
             output, loss_function = call_forward_step(
                 self._forward_step, self._data_iterator, self.model, is_last=self.is_last
             )
@@ -263,11 +265,6 @@ class Stage:
                 self._inputs[microbatch] = inputs
             self._edges[microbatch] = [loss]
         return []
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.device_type(), dtype=self._autocast_dtype)
 
 
 def _edge_of(output: Tensor) -> Any:

@@ -204,12 +204,6 @@ def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _ink(colour: tuple[int, int, int]) -> str:
-    """Return a label colour that is readable on a box of the given colour."""
-    red, green, blue = colour
-    return "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 150 else "black"
-
-
 def draw(traces: Sequence[Trace], path: str | Path) -> None:
     """Draw one panel per trace with matplotlib; the suffix of the path is .svg or .png.
 
@@ -235,7 +229,9 @@ def draw(traces: Sequence[Trace], path: str | Path) -> None:
             axis.barh(span.rank, length, left=start, height=0.92, color=paint, edgecolor="white")
             if length / width > 0.004 * len(label):
                 place = (start + length / 2, span.rank)
-                axis.text(*place, label, ha="center", va="center", color=_ink(colour), fontsize=7)
+                red, green, blue = colour  # the ink contrasts with the box
+                ink = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 150 else "black"
+                axis.text(*place, label, ha="center", va="center", color=ink, fontsize=7)
         axis.set_title(caption(trace), fontsize=9, loc="left")
         axis.set_xlim(0, width)
         axis.set_yticks(range(trace.placement.num_ranks))

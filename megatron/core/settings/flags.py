@@ -74,6 +74,8 @@ class FlagMetadata:
     gives the reason for single values."""
     part_of: tuple[str, ...] = ()
     """This field tunes these fields, and has no effect unless one of them is set."""
+    within: str = ""
+    """Range of the value, a rule of `transformer.config.field_values`."""
     metavar: str | tuple[str, ...] = ""
     """Name of the value in the help of a tool."""
     is_positional: bool = False
@@ -88,71 +90,32 @@ class FlagMetadata:
 def flag(
     default: object = dataclasses.MISSING,
     *spellings: str,
-    name: str = "",
-    cli_default: object = _SAME,
-    kind: type | None = None,
-    help: str = "",
-    values: Mapping[str, object] | None = None,
-    choices: Collection[str | int] = (),
-    nargs: int | str | None = None,
-    parse: Callable[[str], object] | None = None,
-    type_text: str = "",
-    refuse: str = "",
-    refuse_values: Mapping[object, str] | None = None,
-    note: str = "",
-    note_values: Mapping[object, str] | None = None,
-    only_on_gpu: str = "",
-    per_micro_batch: str | Mapping[object, str] = "",
     part_of: str | tuple[str, ...] = (),
-    metavar: str | tuple[str, ...] = "",
     is_flag: bool = True,
-    is_repeated: bool = False,
-    is_hidden: bool = False,
+    **properties: object,
 ) -> Any:
-    """Declare a field with the properties of `FlagMetadata`; a flag without default is required."""
+    """Declare a field; a flag without default is required.
+
+    Args:
+        part_of, is_flag, properties: see `FlagMetadata`.
+    """
     metadata = FlagMetadata(
-        name=name,
-        cli_default=cli_default,
-        kind=kind,
-        help=help,
-        values=values or {},
         spellings=spellings,
-        choices=tuple(choices),
-        nargs=nargs,
-        parse=parse,
-        type_text=type_text,
-        refuse=refuse,
-        refuse_values=refuse_values or {},
-        note=note,
-        note_values=note_values or {},
-        only_on_gpu=only_on_gpu,
-        per_micro_batch=per_micro_batch,
         part_of=(part_of,) if isinstance(part_of, str) else part_of,
-        metavar=metavar,
         is_flag=is_flag,
         is_arg=is_flag,
-        is_repeated=is_repeated,
-        is_hidden=is_hidden,
+        **properties,  # type: ignore[arg-type]
     )
     return declared_field(default, metadata)
 
 
-def positional(
-    default: object = dataclasses.MISSING,
-    *,
-    metavar: str = "",
-    choices: Collection[str | int] = (),
-    nargs: int | str | None = None,
-    help: str = "",
-) -> Any:
+def positional(default: object = dataclasses.MISSING, **properties: object) -> Any:
     """Declare a field that is a positional argument of the command line.
 
     Args:
-        nargs: `argparse.REMAINDER` takes everything that follows.
+        properties: see `FlagMetadata`; `nargs=argparse.REMAINDER` takes everything that follows.
     """
-    metadata = FlagMetadata(
-        is_positional=True, metavar=metavar, choices=tuple(choices), nargs=nargs, help=help
-    )
+    metadata = FlagMetadata(is_positional=True, **properties)  # type: ignore[arg-type]
     return declared_field(default, metadata)
 
 

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.foundation.device import current_device
 from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks, kimi_delta_chunks
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
@@ -38,7 +37,7 @@ from megatron.core.ssm.recurrent_mixer import (
     wide,
 )
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.norm import RMSNorm
 
 GatedDeltaNetSubmodules = RecurrentMixerSubmodules
@@ -81,7 +80,7 @@ class GatedDeltaNet(RecurrentMixer):
             self.sizes.value_width,
             config.layernorm_epsilon,
             dtype=config.params_dtype,
-            device=torch.device("cpu") if config.use_cpu_initialization else current_device(),
+            device=device_of_parameters(config),
         )
         # Each tensor-parallel rank norms its own heads, with or without sequence parallelism.
         meta = get_param_meta(self.out_norm.weight)

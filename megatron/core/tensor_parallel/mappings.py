@@ -59,8 +59,11 @@ def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
 Collective = Callable[[Tensor, Group], Tensor]
 
 
-class _Pair(torch.autograd.Function):
-    """Forward computes one collective, backward its transpose."""
+class CollectivePair(torch.autograd.Function):
+    """A collective and its transpose: `apply(x, group, collective, transpose)`.
+
+    Forward returns `collective(x, group)`, backward `transpose(grad, group)`.
+    """
 
     @staticmethod
     def forward(
@@ -78,7 +81,7 @@ def _paired(
     x: Tensor, group: Group | None, collective: Collective, transpose: Collective
 ) -> Tensor:
     group = resolve_group(group, "tp")
-    return x if group.size() == 1 else _Pair.apply(x, group, collective, transpose)
+    return x if group.size() == 1 else CollectivePair.apply(x, group, collective, transpose)
 
 
 def _identity(x: Tensor, _group: Group) -> Tensor:
@@ -112,19 +115,6 @@ def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes)
     work = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
     yield_to_peer()
     return work.wait()
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
-    ) -> Tensor:
-        ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
-        return _exchanged(x, group, output_sizes, input_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.group, ctx.input_sizes, ctx.output_sizes), None, None, None
 
 
 @dataclass
@@ -295,7 +285,12 @@ def all_to_all(
         rows = _A2AStart.apply(input_, exchange)
         overlap_fn()
         return _A2AWait.apply(rows, exchange)
-    return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+    sizes = output_split_sizes_, input_split_sizes
+    there, back = (
+        partial(_exchanged, output_sizes=received, input_sizes=sent)
+        for received, sent in (sizes, sizes[::-1])
+    )
+    return CollectivePair.apply(input_, group, there, back)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:

@@ -84,8 +84,7 @@ class ParallelLayer(nn.Module):
                 keeps its shard.
             num_rows: rows of the full tensor that are not padding; None: all.
         """
-        device = torch.device("cpu") if self.config.use_cpu_initialization else current_device()
-        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        parameter = empty_parameter(self.config, *shape)
         meta = ParamMeta(
             split_dim=split_dim,
             split_axis=None if split_dim is None else self.split_axis,
@@ -96,19 +95,38 @@ class ParallelLayer(nn.Module):
             is_embedding_or_output=is_embedding_or_output,
             num_rows=num_rows,
         )
-        set_param_meta(parameter, meta)
         if init_method is None:
             nn.init.zeros_(parameter)
-        elif self.config.perform_initialization and not initialization_is_deferred():
-            self._fill(parameter, meta)
-        return parameter
+        return fill_parameter(parameter, meta, self.config, self.tp_group)
 
-    @torch.no_grad()
-    def _fill(self, parameter: nn.Parameter, meta: ParamMeta) -> None:
-        assert meta.init_method is not None
-        shape = full_shape(parameter.shape, meta, self.tp_size)
+
+def empty_parameter(config: ModelParallelConfig, *shape: int) -> nn.Parameter:
+    """Allocate a parameter in the dtype and on the device of the config's parameters."""
+    device = device_of_parameters(config)
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
+def device_of_parameters(config: ModelParallelConfig) -> torch.device:
+    """Return the device of new parameters."""
+    return torch.device("cpu") if config.use_cpu_initialization else current_device()
+
+
+@torch.no_grad()
+def fill_parameter(
+    parameter: nn.Parameter, meta: ParamMeta, config: ModelParallelConfig, tp: Group
+) -> nn.Parameter:
+    """Attach metadata, and write this rank's slice of the initial values unless that is deferred.
+
+    Args:
+        tp: the ranks that split the parameter.
+    """
+    set_param_meta(parameter, meta)
+    draws = config.perform_initialization and not initialization_is_deferred()
+    if meta.init_method is not None and draws:
+        shape = full_shape(parameter.shape, meta, tp.size())
         full = full_weight(shape, meta, meta.init_method, parameter.device)
-        parameter.copy_(shard_of(full, meta, self.tp_rank, self.tp_size))
+        parameter.copy_(shard_of(full, meta, tp.rank(), tp.size()))
+    return parameter
 
 
 class ParallelLinear(ParallelLayer):

@@ -35,6 +35,8 @@ from megatron.core.step_context.context import (
     values_for_recomputation,
     within_step,
 )
+from megatron.core.tensor_parallel.mappings import CollectivePair
+from megatron.core.tensor_parallel.utils import split_tensor_into_1d_equal_chunks
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
@@ -109,46 +111,21 @@ def _distribute_saved_input(
         return function, args
     shape, full = first.shape, [first.detach()]
 
-    def from_shard(shard: Tensor, *rest: Any) -> Any:
+    def shard_of(x: Tensor, group: Group) -> Tensor:
+        return split_tensor_into_1d_equal_chunks(x, new_buffer=True, tp_group=group)
+
+    def gathered(shard: Tensor, group: Group) -> Tensor:
         # The first call has the full tensor; the second must gather it.
-        known = full.pop() if full else None
-        return function(_GatherSaved.apply(shard, known, shape, group), *rest)
+        return (full.pop() if full else collectives.all_gather(shard, group)).view(shape)
 
-    return from_shard, (_KeepShard.apply(first, group), *args[1:])
+    def joined(grad: Tensor, group: Group) -> Tensor:
+        return collectives.all_gather(grad, group).view(shape)
 
+    def from_shard(shard: Tensor, *rest: Any) -> Any:
+        # All ranks compute the same gradient of the full tensor, so backward takes a shard of it.
+        return function(CollectivePair.apply(shard, group, gathered, shard_of), *rest)
 
-class _KeepShard(torch.autograd.Function):
-    """[s, b, h] -> this rank's part of the flattened tensor; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.shape = group, x.shape
-        return _shard_of(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.group).view(ctx.shape), None
-
-
-class _GatherSaved(torch.autograd.Function):
-    """The inverse of `_KeepShard`. All ranks compute the same gradient: backward takes a shard."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, shard: Tensor, known: Tensor | None, shape: torch.Size, group: Group
-    ) -> Tensor:
-        ctx.group = group
-        full = collectives.all_gather(shard, group) if known is None else known
-        return full.view(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _shard_of(grad, ctx.group), None, None, None
-
-
-def _shard_of(x: Tensor, group: Group) -> Tensor:
-    length = x.numel() // group.size()
-    return x.reshape(-1).narrow(0, group.rank() * length, length).clone()
+    return from_shard, (CollectivePair.apply(first, group, shard_of, joined), *args[1:])
 
 
 # Outputs without storage --------------------------------------------------------------------

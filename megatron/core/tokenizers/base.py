@@ -66,6 +66,8 @@ class TextTokenizer(ABC):
     special token stays text unless the class documents otherwise.
     """
 
+    vocab_size: int
+    """One more than the largest id, special ones included, without padding of the model."""
     eod: int | None = None
     """End of document: what `--append-eod` appends."""
     bos: int | None = None
@@ -95,13 +97,7 @@ class TextTokenizer(ABC):
                 setattr(cls, name, _without_panic(cls.__dict__[name]))
 
     def __init__(self, **identity: object) -> None:
-        """Store `identity`, the settings that decide the ids."""
         self._identity = identity
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """One more than the largest id, special ones included, without padding of the model."""
 
     @property
     def ends(self) -> frozenset[int]:

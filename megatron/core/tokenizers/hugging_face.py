@@ -10,11 +10,11 @@ import json
 import os
 import socket
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
+from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError, shown
 from megatron.core.foundation.json_text import read_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import (
@@ -23,9 +23,9 @@ from megatron.core.tokenizers.base import (
     digest_of_file,
     existing_file,
 )
-from megatron.core.tokenizers.special_ids import ends_of_generation
 
 END_OF_TEXT = "<|endoftext|>"
+GENERATION_NAME = "generation_config.json"
 
 _USUAL_END_TOKENS = (
     END_OF_TEXT,
@@ -51,12 +51,7 @@ class FastTokenizer(TextTokenizer):
         self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         # Ids may have holes: then the count of tokens is too small for the embedding.
-        self._vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self._vocab_size
+        self.vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids, with the special tokens of the post-processor if it is used."""
@@ -71,12 +66,10 @@ class FastTokenizer(TextTokenizer):
         return ids
 
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts without the special tokens of the post-processor."""
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
-        """Return the same tokenizer as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_json(self._backend.to_str())
 
     def fast_form(self) -> Any:
@@ -94,7 +87,6 @@ class FastTokenizer(TextTokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Token text to id."""
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocab
 
@@ -252,6 +244,37 @@ class HuggingFaceTokenizer(FastTokenizer):
         candidates = otherwise if token is None else (token,)
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
         return next((number for number in ids if number is not None), None)
+
+
+def ends_of_generation(folder: str) -> frozenset[int] | None:
+    """Return the ids that end a text in `generate()` of Transformers.
+
+    They are the `eos_token_id` of generation_config.json, one id or a list. Without that file
+    they are the ids of config.json, or of its `text_config`.
+
+    Returns:
+        None if neither file names an end.
+    Raises:
+        DataError: a file holds no JSON object, or its value is not an id or a list of ids.
+    """
+    for name in (GENERATION_NAME, "config.json"):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        fields = read_json(path, dict, "--tokenizer-model", "--load-hf")
+        found = fields.get("eos_token_id")
+        if found is None and isinstance(fields.get("text_config"), Mapping):
+            found = fields["text_config"].get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if any(type(number) is not int for number in ids):
+            raise DataError(
+                f"{path}: eos_token_id = {shown(found)}.",
+                rule="an id or a list of ids ends a text",
+                flags=["--tokenizer-model", "--load-hf"],
+                fix="correct the file, or copy it again",
+            )
+        return frozenset(ids) or None
+    return None
 
 
 def _named_tokens(folder: str) -> dict[str, str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
@@ -76,58 +75,11 @@ SETTINGS = tuple(field.name for field in fields(_Settings))[1:]
 """Keyword arguments of `make_tokenizer`."""
 
 
-def _word_piece(given: _Settings, *, lower_case: bool) -> TextTokenizer:
-    return BertWordPieceTokenizer(
-        given.vocab_file or given.tokenizer_model,
-        lower_case=lower_case,
-        extra_ids=given.vocab_extra_ids,
-    )
-
-
-def _hugging_face(given: _Settings) -> TextTokenizer:
-    return HuggingFaceTokenizer(
-        given.model,
-        trust_remote_code=given.trust_remote_code,
-        include_special_tokens=not given.tokenizer_hf_no_include_special_tokens,
-    )
-
-
-def _tik_token(given: _Settings) -> TextTokenizer:
-    return TikTokenizer(
-        given.model,
-        given.tiktoken_pattern,
-        given.vocab_size,
-        given.tiktoken_num_special_tokens,
-        given.tiktoken_special_tokens,
-    )
-
-
-def _null(given: _Settings) -> TextTokenizer:
-    if given.vocab_size is None:
-        raise ConfigError(
-            "NullTokenizer needs the number of ids.",
-            rule="it has no files that state it",
-            flags=["--vocab-size"],
-            fix="--vocab-size 32000",
-        )
-    return NullTokenizer(given.vocab_size)
-
-
-_MAKERS: dict[str, Callable[[_Settings], TextTokenizer]] = {
-    "BertWordPieceLowerCase": partial(_word_piece, lower_case=True),
-    "BertWordPieceCase": partial(_word_piece, lower_case=False),
-    "GPT2BPETokenizer": lambda given: GPT2BPETokenizer(*_gpt2_files(given)),
-    "SentencePieceTokenizer": lambda given: SentencePieceTokenizer(
-        given.model, given.vocab_extra_ids
-    ),
-    "GPTSentencePieceTokenizer": lambda given: GPTSentencePieceTokenizer(given.model),
-    "Llama2Tokenizer": lambda given: Llama2Tokenizer(given.model),
-    "HuggingFaceTokenizer": _hugging_face,
-    "TikTokenizer": _tik_token,
-    "NullTokenizer": _null,
-    "ByteTokenizer": lambda given: ByteTokenizer(),
-}
-TOKENIZER_TYPES = tuple(_MAKERS)
+TOKENIZER_TYPES = (
+    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "TikTokenizer",
+    "NullTokenizer", "ByteTokenizer",
+)  # fmt: skip
 """Values of --tokenizer-type."""
 
 
@@ -145,7 +97,7 @@ def make_tokenizer(tokenizer_type: str, **settings: object) -> TextTokenizer:
         DataError: its files are missing or wrong.
         MissingExtraError: its library is not installed.
     """
-    if tokenizer_type not in _MAKERS:
+    if tokenizer_type not in TOKENIZER_TYPES:
         nearest = UNSUPPORTED_TYPES.get(tokenizer_type)
         raise ConfigError(
             f"--tokenizer-type {tokenizer_type} is {'not supported' if nearest else 'unknown'}.",
@@ -154,10 +106,46 @@ def make_tokenizer(tokenizer_type: str, **settings: object) -> TextTokenizer:
             fix=f"nearest is {nearest}" if nearest else "",
         )
     given = _Settings(tokenizer_type=tokenizer_type, **settings)  # type: ignore[arg-type]
-    tokenizer = _MAKERS[tokenizer_type](given)
+    tokenizer = _made(given)
     if not isinstance(tokenizer, NullTokenizer):
         check_loaded(tokenizer, given.tokenizer_model or given.vocab_file or tokenizer_type)
     return tokenizer
+
+
+def _made(given: _Settings) -> TextTokenizer:
+    """Make a tokenizer of a known type."""
+    match given.tokenizer_type:
+        case "BertWordPieceLowerCase" | "BertWordPieceCase" as kind:
+            return BertWordPieceTokenizer(
+                given.vocab_file or given.tokenizer_model,
+                lower_case=kind == "BertWordPieceLowerCase",
+                extra_ids=given.vocab_extra_ids,
+            )
+        case "GPT2BPETokenizer":
+            return GPT2BPETokenizer(*_gpt2_files(given))
+        case "SentencePieceTokenizer":
+            return SentencePieceTokenizer(given.model, given.vocab_extra_ids)
+        case "GPTSentencePieceTokenizer":
+            return GPTSentencePieceTokenizer(given.model)
+        case "Llama2Tokenizer":
+            return Llama2Tokenizer(given.model)
+        case "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer(
+                given.model,
+                trust_remote_code=given.trust_remote_code,
+                include_special_tokens=not given.tokenizer_hf_no_include_special_tokens,
+            )
+        case "TikTokenizer":
+            return TikTokenizer(
+                given.model,
+                given.tiktoken_pattern,
+                given.vocab_size,
+                given.tiktoken_num_special_tokens,
+                given.tiktoken_special_tokens,
+            )
+        case "NullTokenizer":
+            return NullTokenizer(given.vocab_size)
+    return ByteTokenizer()
 
 
 def _gpt2_files(given: _Settings) -> tuple[str, str]:

@@ -16,22 +16,18 @@ class NullTokenizer(TextTokenizer):
     The last id of the given vocabulary ends a document.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
+    def __init__(self, vocab_size: int | None) -> None:
+        if vocab_size is None or vocab_size < 1:
+            given = "no number of ids" if vocab_size is None else f"a vocabulary of {vocab_size}"
             raise ConfigError(
-                f"NullTokenizer with a vocabulary of {vocab_size}.",
-                rule="at least one id",
+                f"NullTokenizer with {given}.",
+                rule="it has no files that state its vocabulary, which has at least one id",
                 flags=["--vocab-size"],
                 fix="--vocab-size 32000",
             )
         super().__init__(vocab_size=vocab_size)
+        self.vocab_size = vocab_size
         self.eod = vocab_size - 1
-
-    @property
-    def vocab_size(self) -> int:
-        """The given size, including the end of a document."""
-        assert self.eod is not None
-        return self.eod + 1
 
     def tokenize(self, text: str) -> list[int]:
         """Read the numbers.
@@ -46,30 +42,24 @@ class NullTokenizer(TextTokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Write the numbers."""
         return " ".join(map(str, ids))
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Every number as text -> the number."""
         return {str(number): number for number in range(self.vocab_size)}
 
 
 class ByteTokenizer(TextTokenizer):
     """The bytes of UTF-8, then end-of-document (256) and padding (257)."""
 
+    vocab_size = 258
+
     def __init__(self) -> None:
         super().__init__()
         self.eod = self.eos = 256
         self.pad = 257
 
-    @property
-    def vocab_size(self) -> int:
-        """256 bytes and two special ids."""
-        return 258
-
     def tokenize(self, text: str) -> list[int]:
-        """Return the bytes."""
         return list(text.encode("utf-8"))
 
     def detokenize(self, ids: Sequence[int]) -> str:

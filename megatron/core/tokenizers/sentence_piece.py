@@ -35,6 +35,7 @@ class GPTSentencePieceTokenizer(TextTokenizer):
                 flags=["--tokenizer-model", "--tokenizer-type"],
                 fix="for a tokenizer.json use --tokenizer-type HuggingFaceTokenizer",
             ) from error
+        self.vocab_size = int(self._model.get_piece_size())
         # The library returns -1 for an id that the model lacks; -1 must never reach the data.
         self.bos = _or_none(self._model.bos_id())
         self.eos = _or_none(self._model.eos_id())
@@ -43,27 +44,19 @@ class GPTSentencePieceTokenizer(TextTokenizer):
         self.eod = self.eos
         self.spelled_specials = tuple(
             self._model.id_to_piece(number)
-            for number in range(self._model.get_piece_size())
+            for number in range(self.vocab_size)
             if self._model.is_control(number) or self._model.is_unknown(number)
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Pieces of the model."""
-        return int(self._model.get_piece_size())
-
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids."""
         ids: list[int] = self._model.encode(text)
         return ids
 
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several parts of texts."""
         ids: list[list[int]] = self._model.encode(list(texts), num_threads=1)
         return ids
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
-        """Return the same model as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_sentencepiece(self._model.serialized_model_proto())
 
     def fast_form(self) -> Any | None:
@@ -82,7 +75,6 @@ class GPTSentencePieceTokenizer(TextTokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Piece to id."""
         return {self._model.id_to_piece(i): i for i in range(self._model.get_piece_size())}
 
 
@@ -110,16 +102,13 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         number = int(self._model.piece_to_id(token))
         if self._model.id_to_piece(number) == token:
             return number
-        return self._added.setdefault(token, self.vocab_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Pieces and added tokens."""
-        return super().vocab_size + len(self._added)
+        if token not in self._added:
+            self._added[token] = self.vocab_size
+            self.vocab_size += 1
+        return self._added[token]
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Piece or added token to id."""
         return {**super().vocab, **self._added}
 
 

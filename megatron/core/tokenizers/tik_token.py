@@ -105,6 +105,7 @@ class TikTokenizer(TextTokenizer):
             )
         else:
             self._model = self._from_rank_file(library, path, pattern)
+        self.vocab_size = self.first_text_id + int(self._model.n_vocab)
         end = next(self._specials[t] for t in ("<|endoftext|>", "</s>") if t in self._specials)
         self.eod = self.eos = end
         self.bos = self._specials.get("<s>")
@@ -162,13 +163,7 @@ class TikTokenizer(TextTokenizer):
         self._specials = {"<|endoftext|>": max(ranks.values()) + 1 if end is None else end}
         return _encoding(library, path, cut, ranks, self._specials)
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self.first_text_id + int(self._model.n_vocab)
-
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids."""
         try:  # the library's `encode_ordinary` panics where this raises
             ids = self._model.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:
@@ -181,7 +176,6 @@ class TikTokenizer(TextTokenizer):
         return self._shifted(ids.tolist())
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and their number per text (int64)."""
         # One by one, because the library's batch call starts a thread pool each time. As arrays,
         # because lists of Python integers take a sixth of the time.
         encode = self._model.encode_to_numpy

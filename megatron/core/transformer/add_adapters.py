@@ -17,8 +17,8 @@ from megatron.core.transformer.low_rank_adapter import (
     ATTRIBUTE,
     EXPERT_TARGETS,
     TARGETS,
-    AdapterSettings,
     GroupedLowRankAdapter,
+    LoraConfig,
     LowRankAdapter,
     adapter_parameters,
 )
@@ -41,7 +41,7 @@ def _add_grouped_output(layer: Any, arguments: tuple[Any, ...], output: Tensor) 
 
 
 def add_adapters(
-    chunks: Sequence[nn.Module], settings: AdapterSettings, groups: ProcessGroupCollection
+    chunks: Sequence[nn.Module], settings: LoraConfig, groups: ProcessGroupCollection
 ) -> int:
     """Freeze a model and give its layers adapters, which alone are trained from then on.
 
@@ -76,9 +76,7 @@ def add_adapters(
     return trained
 
 
-def _attach(
-    model: nn.Module, settings: AdapterSettings, groups: ProcessGroupCollection
-) -> set[str]:
+def _attach(model: nn.Module, settings: LoraConfig, groups: ProcessGroupCollection) -> set[str]:
     """Freeze a chunk, add its adapters, and return the names of the layers that can have one."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -92,10 +90,10 @@ def _attach(
         if layer.is_expert:
             name = f"experts.{name}"
         present.add(name)
-        if name not in settings.target_modules:
+        if name not in settings.lora_target_modules:
             continue
-        if layer.is_expert and (settings.use_dora or settings.dropout):
-            what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
+        if layer.is_expert and (settings.use_dora or settings.lora_dropout):
+            what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.lora_dropout}"
             raise ConfigError(
                 f"{what} with adapters of routed experts.",
                 rule="the adapter of an expert is the product of two matrices, as in PEFT",
@@ -115,7 +113,7 @@ def _attach(
 
 
 def refuse_missing_targets(
-    present: set[str], settings: AdapterSettings, groups: ProcessGroupCollection
+    present: set[str], settings: LoraConfig, groups: ProcessGroupCollection
 ) -> None:
     """Raise if no stage has a requested layer.
 
@@ -126,7 +124,7 @@ def refuse_missing_targets(
     Communication:
         one all-gather over the pipeline stages.
     """
-    wanted = set(settings.target_modules)
+    wanted = set(settings.lora_target_modules)
     missing = wanted.difference(*all_gather_object(present, groups.pp))
     # No model has all the layers of the default.
     if missing and wanted != set(TARGETS):

@@ -12,21 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
-from megatron.core.foundation.device import current_device
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
-from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
-from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -241,20 +239,12 @@ class DotProductAttention(MegatronModule):
         config, tp = self.config, self.pg_collection.tp
         if config.softmax_type == "vanilla":
             return None
-        count, size = config.num_attention_heads, tp.size()
-        where = torch.device("cpu") if config.use_cpu_initialization else current_device()
-        scores = torch.zeros(divide(count, size), dtype=config.params_dtype, device=where)
+        count = divide(config.num_attention_heads, tp.size())
         if config.softmax_type == "off-by-one":
-            return scores
-        meta = ParamMeta(split_dim=0, split_axis="tp", init_method=config.init_method)
-        sink = nn.Parameter(scores)
-        set_param_meta(sink, meta)
-        if config.perform_initialization and not initialization_is_deferred():
-            assert config.init_method is not None
-            with torch.no_grad():
-                full = full_weight((count,), meta, config.init_method, where)
-                sink.copy_(shard_of(full, meta, tp.rank(), size))
-        return sink
+            where = device_of_parameters(config)
+            return torch.zeros(count, dtype=config.params_dtype, device=where)
+        layer = ParallelLayer(config, tp_group=tp)
+        return layer.new_parameter(count, init_method=config.init_method, split_dim=0)
 
     def window(self, mask_type: AttnMaskType) -> tuple[int, int]:
         """Return how many keys to its left and right a query attends to; -1 is unlimited."""

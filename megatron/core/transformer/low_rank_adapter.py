@@ -110,27 +110,16 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check_types(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings:
-    """Rank, strength and places of the adapters of a model."""
-
-    rank: int
-    alpha: float
-    """The product is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout of the adapter's input, in training."""
-    target_modules: tuple[str, ...] = TARGETS
-    use_dora: bool = False
-    """Train a magnitude of each output, too."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
+    @property
+    def rank(self) -> int:
+        """Rank of the trained products."""
+        assert self.lora_rank, "a run without adapters"
+        return self.lora_rank
 
     @property
     def scale(self) -> float:
         """Factor on the product."""
-        return self.alpha / self.rank
+        return (self.lora_alpha or self.rank) / self.rank
 
 
 class LowRankAdapter(nn.Module):
@@ -146,7 +135,7 @@ class LowRankAdapter(nn.Module):
     def __init__(
         self,
         layer: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear,
-        settings: AdapterSettings,
+        settings: LoraConfig,
         name: str,
         groups: ProcessGroupCollection,
     ) -> None:
@@ -237,7 +226,7 @@ class LowRankAdapter(nn.Module):
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Apply dropout, in a scope of its own: the model's draws do not change."""
-        probability = self.settings.dropout
+        probability = self.settings.lora_dropout
         if not (self.training and probability):
             return x
         state = rng_state()
@@ -277,7 +266,7 @@ class GroupedLowRankAdapter(nn.Module):
         up0, up1, ...: B, [o/tp, r] ([o, r] if the inputs are split).
     """
 
-    def __init__(self, layer: GroupedLinear, settings: AdapterSettings) -> None:
+    def __init__(self, layer: GroupedLinear, settings: LoraConfig) -> None:
         super().__init__()
         self.settings, self.num_gemms = settings, layer.num_gemms
         self.fuses_main_grad = layer.config.gradient_accumulation_fusion

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from megatron.core.context_parallel.partition import join_zigzag
 from megatron.core.foundation.errors import refuse_given
@@ -29,15 +30,19 @@ from megatron.core.kernels.sparse_attention import (
 )
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.step_context.aux_loss import attach_aux_loss
+from megatron.core.step_context.context import attach_aux_loss
 from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
 from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.indexer import Indexer, IndexerSubmodules
-from megatron.core.transformer.indexer_loss import IndexedAttention, IndexerLoss
+from megatron.core.transformer.indexer import (
+    IndexedAttention,
+    Indexer,
+    IndexerLoss,
+    IndexerSubmodules,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
@@ -111,7 +116,6 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             topk=self.topk,
             uses_relu=self.config.dsa_indexer_scoring_relu,
             compared=compared,
-            total=total,
             keep_mask=AttentionKeepMask.next(1.0 - options.dropout, total)
             if options.dropout
             else None,
@@ -131,7 +135,8 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
             block = [x[local] for x in (query, index_query, index_weights)]
             tensors = (*block, *(x[:last] for x in keys), options.sink)
-            out, loss = _Recomputed.apply(attend, *tensors)
+            # Its dropout is keyed: it draws from no generator whose state would be restored.
+            out, loss = recomputed(attend, *tensors, use_reentrant=False, preserve_rng_state=False)
             outs.append(out)
             losses.append(loss)
         attended = torch.cat(outs)
@@ -200,38 +205,6 @@ class SparseAttention(IndexedAttention, DotProductAttention):
                     SequenceShard(((start, stop),), rows.total),
                 )
                 first += stop - start
-
-
-class _Recomputed(torch.autograd.Function):
-    """Call a function that maps tensors to tensors; call it again in backward.
-
-    (`checkpoint` would also restore random states, which this function does not use.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.function = function
-        ctx.save_for_backward(*tensors)
-        outs: tuple[Tensor, ...] = function(*tensors)
-        return outs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        inputs = [
-            t if t is None else t.detach().requires_grad_(is_asked)
-            for t, is_asked in zip(ctx.saved_tensors, needs, strict=True)
-        ]
-        with torch.enable_grad():
-            outs = ctx.function(*inputs)
-        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-        asked = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [out for out, _ in pairs], asked, [grad for _, grad in pairs], allow_unused=True
-            )
-        )
-        return None, *(next(found) if is_asked else None for is_asked in needs)
 
 
 def whole_sequence(x: Tensor, cp: Group) -> Tensor:

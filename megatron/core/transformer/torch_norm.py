@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
 from megatron.core.transformer.norm import NORMS, Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -48,7 +47,7 @@ class WrappedTorchNorm:
             zero_centered_gamma=config.layernorm_zero_centered_gamma or zero_centered_gamma,
             is_exact=getattr(config, "layout_invariant_mode", False),
             dtype=config.params_dtype,
-            device=torch.device("cpu") if config.use_cpu_initialization else current_device(),
+            device=device_of_parameters(config),
         )
 
 

@@ -6,7 +6,7 @@ on construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,15 +16,11 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.settings.field_types import check_types
+from megatron.core.settings.flags import flag
 from megatron.core.settings.inert_flags import (
     refused_settings,
     warn_of_unused_settings,
     with_inert_fields,
-)
-from megatron.core.transformer.config.activation_offload import (
-    DROPPED_BY,
-    ActivationOffloadConfig,
-    activation_offload_problems,
 )
 from megatron.core.transformer.config.attention import (
     LatentAttentionConfig,
@@ -32,12 +28,11 @@ from megatron.core.transformer.config.attention import (
     QueryKeyClipConfig,
     SparseAttentionConfig,
     latent_attention_problems,
-    query_key_clip_problems,
     sparse_attention_problems,
 )
 from megatron.core.transformer.config.block import BlockConfig, block_problems
-from megatron.core.transformer.config.combinations import combination_problems, split_problems
 from megatron.core.transformer.config.experts import ExpertConfig, derive_experts, expert_problems
+from megatron.core.transformer.config.field_values import POSITIVE, value_problems
 from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.core.transformer.config.linear_attention import (
     LinearAttentionConfig,
@@ -45,9 +40,12 @@ from megatron.core.transformer.config.linear_attention import (
     linear_attention_problems,
 )
 from megatron.core.transformer.config.precision import (
+    DROPPED_BY,
+    ActivationOffloadConfig,
     GraphConfig,
     PrecisionConfig,
     RecomputeConfig,
+    activation_offload_problems,
     derive_recompute,
     graph_problems,
     precision_problems,
@@ -60,7 +58,6 @@ from megatron.core.transformer.config.shape import (
     derive_initialization,
     derive_maximal_update,
     derive_shape,
-    maximal_update_problems,
     shape_problems,
 )
 from megatron.core.transformer.config.stages import (
@@ -69,8 +66,112 @@ from megatron.core.transformer.config.stages import (
     context_parallel_problems,
     derive_virtual_stages,
     overlap_f_b_problems,
-    prediction_problems,
 )
+from megatron.core.transformer.norm import NORMS
+from megatron.core.utils import best_divisor
+
+
+def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of fields of different groups that exclude each other."""
+    pattern = config.window_attn_skip_freq
+    if isinstance(pattern, list) and (len(pattern) != config.num_layers or set(pattern) - {0, 1}):
+        yield ConfigError(
+            f"window_attn_skip_freq gives {len(pattern)} layers for a model of"
+            f" {config.num_layers}.",
+            rule="the pattern is one 0 or 1 per layer",
+            flags=["--window-attn-skip-freq", "--num-layers"],
+            fix="use a number N, or a list expression of the right length",
+        )
+    pattern_of_letters = config.hybrid_layer_pattern or ""
+    if "E" in pattern_of_letters and config.num_moe_experts is None:
+        yield ConfigError(
+            f"hybrid_layer_pattern={pattern_of_letters!r} without experts.",
+            rule="E is a layer of experts",
+            flags=["--hybrid-layer-pattern", "--num-experts"],
+            fix="set --num-experts, or write - in place of E",
+        )
+    if "+" in pattern_of_letters and not config.multi_latent_attention:
+        yield ConfigError(
+            f"hybrid_layer_pattern={pattern_of_letters!r} without latents.",
+            rule="+ is attention with latents",
+            flags=["--hybrid-layer-pattern", "--multi-latent-attention"],
+            fix="set --multi-latent-attention, or write * in place of +",
+        )
+    later = pattern_of_letters.split("/")[1:]
+    fitting = {config.mtp_num_layers} if len(set(later)) > 1 else {config.mtp_num_layers, 1}
+    if later and (len(later) not in fitting or config.mtp_use_repeated_layer > len(fitting) - 1):
+        yield ConfigError(
+            f"hybrid_layer_pattern={pattern_of_letters!r} with mtp_num_layers="
+            f"{config.mtp_num_layers}, mtp_use_repeated_layer={config.mtp_use_repeated_layer}.",
+            rule="letters are given for every depth, or once for all of them; a layer that"
+            " is used for all depths has one kind",
+            flags=[
+                "--hybrid-layer-pattern",
+                "--mtp-num-layers",
+                "--mtp-use-repeated-layer",
+            ],
+            fix=f"drop --mtp-use-repeated-layer and use --mtp-num-layers {len(later)}",
+        )
+    if pattern_of_letters and config.use_parallel_residual:
+        yield ConfigError(
+            "hybrid_layer_pattern with use_parallel_residual.",
+            rule="a layer of one letter is either a mixer or an MLP, not both",
+            flags=["--hybrid-layer-pattern", "--use-parallel-residual"],
+            fix="drop --use-parallel-residual",
+        )
+    if config.cross_entropy_loss_fusion and config.final_logit_softcapping:
+        yield ConfigError(
+            "cross_entropy_loss_fusion with final_logit_softcapping.",
+            rule="the fused loss computes its logits by one product, without a bound",
+            flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
+            fix="drop --cross-entropy-loss-fusion",
+        )
+    if config.attention_output_gate and config.multi_latent_attention:
+        yield ConfigError(
+            "attention_output_gate with multi-latent attention.",
+            rule="the gate is a part of the projection to whole query heads",
+            flags=["--attention-output-gate", "--multi-latent-attention"],
+            fix="drop --attention-output-gate",
+        )
+    if config.rotary_base_local is not None and (
+        config.multi_latent_attention or config.mtp_num_layers
+    ):
+        yield ConfigError(
+            f"rotary_base_local={config.rotary_base_local} with multi-latent attention or"
+            " multi-token prediction.",
+            rule="only the layers of a plain decoder have positions by kind of layer",
+            flags=["--rotary-base-local", "--multi-latent-attention", "--mtp-num-layers"],
+            fix="drop --rotary-base-local",
+        )
+
+
+def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield an error for each size that cannot be split over the tensor-parallel ranks."""
+    tp, width = config.tensor_model_parallel_size, config.ffn_hidden_size or 0
+    if config.num_attention_heads % tp:
+        yield ConfigError(
+            f"num_attention_heads={config.num_attention_heads} cannot be split over"
+            f" tensor-parallel size {tp}.",
+            rule="each tensor-parallel rank owns a whole number of query heads",
+            flags=["--num-attention-heads", "--tensor-model-parallel-size"],
+            fix=f"use --tensor-model-parallel-size {best_divisor(config.num_attention_heads, tp)}",
+        )
+    groups = config.num_query_groups or 1
+    if groups % tp and tp % groups:
+        yield ConfigError(
+            f"num_query_groups={groups} does not fit tensor-parallel size {tp}.",
+            rule="one of the two divides the other: ranks own whole key/value heads, or share one",
+            flags=["--num-query-groups", "--tensor-model-parallel-size"],
+            fix=f"use --tensor-model-parallel-size {best_divisor(groups, tp)}",
+        )
+    if width % tp:
+        yield ConfigError(
+            f"ffn_hidden_size={width} cannot be split over tensor-parallel size {tp}.",
+            rule="each tensor-parallel rank owns an equal part of the MLP",
+            flags=["--ffn-hidden-size", "--tensor-model-parallel-size"],
+            fix=f"use --ffn-hidden-size {-(-width // tp) * tp}",
+        )
+
 
 _DERIVATIONS: tuple[Callable[[Any], None], ...] = (
     derive_virtual_stages,
@@ -86,9 +187,6 @@ _CHECKS: tuple[Callable[[Any], Iterable[MegatronError]], ...] = (
     block_problems,
     latent_attention_problems,
     linear_attention_problems,
-    query_key_clip_problems,
-    maximal_update_problems,
-    prediction_problems,
     precision_problems,
     combination_problems,
     recompute_problems,
@@ -126,12 +224,13 @@ class TransformerConfig(
         """Derive what follows from other fields, then raise all problems together."""
         check_types(self)
         self._derive_layers()
+        problems = list(value_problems(self))
         self._derive_parallel()
         if self.fp32_residual_connection and self.pipeline_dtype is None:
             self.pipeline_dtype = torch.float32  # stages send the residual stream
         for derive in _DERIVATIONS:
             derive(self)
-        problems = [*self.check_parallel(), *refused_settings(self)]
+        problems += [*self.check_parallel(), *refused_settings(self)]
         problems += chain.from_iterable(check(self) for check in _CHECKS)
         if not problems:  # these compute with the sizes
             kinds = chain(self.layer_kinds(), *self.prediction_kinds())
@@ -194,8 +293,8 @@ class MLATransformerConfig(TransformerConfig):
     """The config of a model with multi-latent attention, with Megatron's defaults for one."""
 
     multi_latent_attention: bool = True
-    q_lora_rank: int | None = 512
-    normalization: str = "RMSNorm"
+    q_lora_rank: int | None = flag(512, within=POSITIVE)
+    normalization: str = flag("RMSNorm", choices=tuple(NORMS))
     max_position_embeddings: int | None = None
     """Another name of `original_max_position_embeddings`, which Megatron had first."""
 

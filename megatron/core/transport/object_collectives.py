@@ -56,10 +56,7 @@ def any_across_ranks(claim: bool, group: Group) -> bool:
     Communication:
         one all-reduce of one number; none in a group of one.
     """
-    if not torch_collectives.has_peers(group):
-        return claim
-    flag = torch.tensor([float(claim)], device=torch_collectives.tensor_device(group))
-    return bool(torch_collectives.all_reduce(flag, group, dist.ReduceOp.MAX).item())
+    return bool(largest_across_ranks([claim], group)[0])
 
 
 def max_across_ranks(value: int, group: Group) -> int:
@@ -77,26 +74,24 @@ def largest_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     Communication:
         one all-reduce; none in a group of one.
     """
-    if not torch_collectives.has_peers(group):
-        return list(values)
-    numbers = torch.tensor(
-        values, dtype=torch.float64, device=torch_collectives.tensor_device(group)
-    )
-    return torch_collectives.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
+    return sum_across_ranks(values, group, dist.ReduceOp.MAX)
 
 
-def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
+def sum_across_ranks(
+    values: Sequence[float], group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
     """Return the sums over `group` of each number, in fp64; equal on all its ranks.
 
+    Args:
+        op: another reduction than a sum.
     Communication:
         one all-reduce; none in a group of one.
     """
     if not torch_collectives.has_peers(group):
         return list(values)
     where = torch_collectives.tensor_device(group)
-    return torch_collectives.all_reduce(
-        torch.tensor(values, dtype=torch.float64, device=where), group
-    ).tolist()
+    numbers = torch.tensor(values, dtype=torch.float64, device=where)
+    return torch_collectives.all_reduce(numbers, group, op).tolist()
 
 
 def union_across_ranks(names: Sequence[str], group: Group) -> list[str]:
@@ -180,11 +175,8 @@ class TorchControlGroup(ControlGroup):
         )
         return mine[0]
 
-    @recorded("broadcast_object")
     def broadcast(self, value: object) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=self._coordinator, group=self.group)
-        return box[0]
+        return broadcast_object(value, 0, self.group)
 
 
 def control_group(group: Group | ControlGroup) -> ControlGroup:

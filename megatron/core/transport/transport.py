@@ -1,4 +1,4 @@
-"""Collectives of one group: one protocol, and its three implementations.
+"""Collectives of one group on contiguous tensors, in three implementations.
 
 | transport | for | later steps of an operation |
 |---|---|---|
@@ -9,13 +9,15 @@
 On CPUs sums over ranks are computed in rank order. The result has the same bits on all ranks, in
 every bucket, with and without sharding.
 
+Dimension 0 is split into one piece per rank, all of the same size. An operation starts at once.
+
 Shapes: `t` rows of the full tensor; a slash divides by the size of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -36,37 +38,7 @@ STRETCH = 1 << 16
 """Elements that `ordered_sum` adds, scales and writes at a time: they stay in the cache."""
 
 
-class Transport(Protocol):
-    """Collectives between the ranks of one group on contiguous tensors.
-
-    Dimension 0 is split into one piece per rank, all of the same size. An operation starts at once.
-    """
-
-    def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
-        """Write scale * sum over the ranks to `x` [t, ...], and return `x`."""
-        ...
-
-    def reduce_scatter(
-        self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
-    ) -> Work[Tensor]:
-        """Return scale * sum over the ranks of this rank's piece: [t, ...] -> [t/tp, ...].
-
-        Args:
-            x: undefined afterwards if `scale` is not 1.
-            out: receives the sums; it may be this rank's piece of `x`. None allocates it.
-        """
-        ...
-
-    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
-        """Return the pieces of all ranks in rank order: [t/tp, ...] -> [t, ...].
-
-        Args:
-            out: receives the pieces; `x` may be this rank's piece of it. None allocates it.
-        """
-        ...
-
-
-def select_transport(x: Tensor, group: Group) -> Transport:
+def select_transport(x: Tensor, group: Group) -> NativeTransport:
     """Return the transport for activations and weights like `x` [...].
 
     All ranks start the operations of a group in the same order.
@@ -113,7 +85,10 @@ class NativeTransport:
 
     @recorded("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
-        """Scale `x` [t, ...] before the sum, so that half-precision sums stay in range."""
+        """Write scale * sum over the ranks to `x` [t, ...], and return `x`.
+
+        `x` is scaled before the sum, so that half-precision sums stay in range.
+        """
         if scale != 1.0:
             x.mul_(scale)
         return _until(dist.all_reduce(x, self._operation, self.group, self._is_async), x)
@@ -122,7 +97,12 @@ class NativeTransport:
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
-        """Scale `x` before the sum: [t, ...] -> [t/tp, ...]."""
+        """Return scale * sum over the ranks of this rank's piece: [t, ...] -> [t/tp, ...].
+
+        Args:
+            x: undefined afterwards if `scale` is not 1.
+            out: receives the sums; it may be this rank's piece of `x`. None allocates it.
+        """
         if scale != 1.0:
             x.mul_(scale)
         own = _own_piece_like(x, self.size) if out is None else out
@@ -133,7 +113,11 @@ class NativeTransport:
 
     @recorded("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
-        """Gather [t/tp, ...] to [t, ...]."""
+        """Return the pieces of all ranks in rank order: [t/tp, ...] -> [t, ...].
+
+        Args:
+            out: receives the pieces; `x` may be this rank's piece of it. None allocates it.
+        """
         gathered = _gathered_like(x, self.size) if out is None else out
         work = _all_gather_single(gathered, x, group=self.group, async_op=self._is_async)
         return _until(work, gathered)

@@ -106,8 +106,8 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return the settings that an export as this family and an import would change, in words."""
-    fields = family.fields(settings)
-    return differences(settings, family.settings(family.config(fields, "the exported config")))
+    config = family.config(family.exported(settings), "the exported config")
+    return differences(settings, family.described(config))
 
 
 __all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

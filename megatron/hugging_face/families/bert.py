@@ -10,44 +10,39 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import SIZES, Family
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import (
     WeightRule,
     identity,
     query_key_value,
     vocabulary,
+    weight_and_bias,
 )
 
 _LAYER, _HF = "encoder.layers.{}.", "encoder.layer.{}."
 _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Name -> whether GELU uses the tanh approximation."""
+_NAMES = SIZES | {
+    "layer_norm_eps": "layernorm_epsilon",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+_DEFAULTS = {
+    "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+}  # fmt: skip
 
 
 def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> ModelDescription:
-    config.only("position_embedding_type", "absolute")
-    config.only("type_vocab_size", 2)
-    config.only("is_decoder", False)  # its mask would be causal
-    config.take("classifier_dropout", None)
-    # An untied head of Transformers has a second bias, without effect.
-    config.only("tie_word_embeddings", True)
     architectures = config.take("architectures", [])
     activation = config.only("hidden_act", *_ACTIVATIONS)
     return ModelDescription(
         architecture="bert",
         bert_binary_head=f"{prefix}ForMaskedLM" not in architectures,
-        num_layers=config.take("num_hidden_layers"),
-        hidden_size=config.take("hidden_size"),
-        num_attention_heads=config.take("num_attention_heads"),
-        ffn_hidden_size=config.take("intermediate_size"),
-        max_position_embeddings=config.take("max_position_embeddings"),
-        layernorm_epsilon=config.take("layer_norm_eps", 1e-12),
+        **config.take_all(_NAMES, **_DEFAULTS),
         openai_gelu=_ACTIVATIONS.get(activation or "gelu", True),
         apply_residual_connection_post_layernorm=is_post_norm,
         untie_embeddings_and_output_weights=False,
-        hidden_dropout=config.take("hidden_dropout_prob", 0.1),
-        attention_dropout=config.take("attention_probs_dropout_prob", 0.1),
-        unpadded_vocab_size=config.take("vocab_size"),
     )
 
 
@@ -55,43 +50,33 @@ def _fields(settings: ModelDescription, prefix: str) -> dict[str, Any]:
     task = "PreTraining" if settings.bert_binary_head else "MaskedLM"
     return {
         "architectures": [f"{prefix}For{task}"],
-        "num_hidden_layers": settings.num_layers,
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_attention_heads,
-        "intermediate_size": settings.ffn_hidden_size,
-        "max_position_embeddings": settings.max_position_embeddings,
-        "layer_norm_eps": settings.layernorm_epsilon,
+        **settings.fields(_NAMES),
         "hidden_act": "gelu_new" if settings.openai_gelu else "gelu",
-        "type_vocab_size": 2,
-        "tie_word_embeddings": True,
-        "hidden_dropout_prob": settings.hidden_dropout,
-        "attention_probs_dropout_prob": settings.attention_dropout,
-        "vocab_size": settings.unpadded_vocab_size,
     }
-
-
-def _pairs(here: str, there: str) -> list[WeightRule]:
-    return [identity(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
 
 
 def _post_norms(settings: ModelDescription) -> list[WeightRule]:
     """Return the norms of BERT: the last norm of its layer i is Megatron's first of layer i + 1."""
     last = settings.num_layers - 1
-    rules = _pairs("encoder.layers.0.self_attention.linear_qkv.layer_norm_", "embeddings.LayerNorm")
+    rules = weight_and_bias(
+        "encoder.layers.0.self_attention.linear_qkv.layer_norm_", "embeddings.LayerNorm"
+    )
     for layer in range(last):
-        rules += _pairs(
+        rules += weight_and_bias(
             f"encoder.layers.{layer + 1}.self_attention.linear_qkv.layer_norm_",
             f"encoder.layer.{layer}.output.LayerNorm",
         )
-    rules += _pairs("encoder.final_layernorm.", f"encoder.layer.{last}.output.LayerNorm")
-    return rules + _pairs(_LAYER + "mlp.linear_fc1.layer_norm_", _HF + "attention.output.LayerNorm")
+    rules += weight_and_bias("encoder.final_layernorm.", f"encoder.layer.{last}.output.LayerNorm")
+    return rules + weight_and_bias(
+        _LAYER + "mlp.linear_fc1.layer_norm_", _HF + "attention.output.LayerNorm"
+    )
 
 
 def _pre_norms(_settings: ModelDescription) -> list[WeightRule]:
     """Return the norms of `megatron-bert`."""
-    rules = _pairs(_LAYER + "self_attention.linear_qkv.layer_norm_", _HF + "attention.ln")
-    rules += _pairs(_LAYER + "mlp.linear_fc1.layer_norm_", _HF + "ln")
-    return rules + _pairs("encoder.final_layernorm.", "encoder.ln")
+    rules = weight_and_bias(_LAYER + "self_attention.linear_qkv.layer_norm_", _HF + "attention.ln")
+    rules += weight_and_bias(_LAYER + "mlp.linear_fc1.layer_norm_", _HF + "ln")
+    return rules + weight_and_bias("encoder.final_layernorm.", "encoder.ln")
 
 
 def _rules(settings: ModelDescription, norms: list[WeightRule]) -> list[WeightRule]:
@@ -105,16 +90,16 @@ def _rules(settings: ModelDescription, norms: list[WeightRule]) -> list[WeightRu
     for kind in ("weight", "bias"):
         parts = [f"{_HF}attention.self.{part}.{kind}" for part in ("query", "key", "value")]
         rules.append(query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *parts))
-    rules += _pairs(_LAYER + "self_attention.linear_proj.", _HF + "attention.output.dense")
-    rules += _pairs(_LAYER + "mlp.linear_fc1.", _HF + "intermediate.dense")
-    rules += _pairs(_LAYER + "mlp.linear_fc2.", _HF + "output.dense")
+    rules += weight_and_bias(_LAYER + "self_attention.linear_proj.", _HF + "attention.output.dense")
+    rules += weight_and_bias(_LAYER + "mlp.linear_fc1.", _HF + "intermediate.dense")
+    rules += weight_and_bias(_LAYER + "mlp.linear_fc2.", _HF + "output.dense")
     rules += norms
-    rules += _pairs("lm_head.dense.", "/cls.predictions.transform.dense")
-    rules += _pairs("lm_head.layer_norm.", "/cls.predictions.transform.LayerNorm")
+    rules += weight_and_bias("lm_head.dense.", "/cls.predictions.transform.dense")
+    rules += weight_and_bias("lm_head.layer_norm.", "/cls.predictions.transform.LayerNorm")
     rules.append(vocabulary("output_layer.bias", "/cls.predictions.bias"))
     if settings.bert_binary_head:
-        rules += _pairs("pooler.dense.", "pooler.dense")
-        rules += _pairs("binary_head.", "/cls.seq_relationship")
+        rules += weight_and_bias("pooler.dense.", "pooler.dense")
+        rules += weight_and_bias("binary_head.", "/cls.seq_relationship")
     return rules
 
 
@@ -126,6 +111,14 @@ def _family(model_type: str, prefix: str, *, is_post_norm: bool) -> Family:
         settings=lambda config: _settings(config, is_post_norm=is_post_norm, prefix=prefix),
         fields=lambda settings: _fields(settings, prefix),
         rules=lambda settings: _rules(settings, norms(settings)),
+        # The mask of a decoder is causal; an untied head has a second bias, without effect.
+        only={
+            "position_embedding_type": "absolute",
+            "type_vocab_size": 2,
+            "is_decoder": False,
+            "tie_word_embeddings": True,
+        },
+        unused=("classifier_dropout",),
         prefixes=("bert.",),
         without_meaning=(r"embeddings\.position_ids",),
         copies={

@@ -20,19 +20,19 @@ from megatron.hugging_face.weight_map import WeightRule, concat, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
-_FOLLOWING = ("head_dim", "qk_head_dim")
+FOLLOWING = ("head_dim", "qk_head_dim")
 """Widths that Transformers writes and that follow from other fields."""
+_LATENT_SIZES = {
+    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "v_head_dim": "v_head_dim",
+    "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
+}  # fmt: skip
+"""Field -> setting."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
 
 def latent_settings(config: ConfigFields) -> ModelDescription:
     """Return the settings of a model with latent attention, and experts in later layers."""
-    for name in _FOLLOWING:
-        config.take(name, None)
-    config.only("hidden_act", "silu")
-    config.only("attention_bias", False)
-    config.only("mlp_bias", False)
     settings = gated_settings(config)
     config.only("num_key_value_heads", settings.num_attention_heads)
     return replace(
@@ -44,11 +44,7 @@ def latent_settings(config: ConfigFields) -> ModelDescription:
         position_embedding_type="rope",
         multi_latent_attention=True,
         qk_layernorm=True,
-        q_lora_rank=config.take("q_lora_rank", None),
-        kv_lora_rank=config.take("kv_lora_rank"),
-        qk_head_dim=config.take("qk_nope_head_dim"),
-        qk_pos_emb_head_dim=config.take("qk_rope_head_dim"),
-        v_head_dim=config.take("v_head_dim"),
+        **config.take_all(_LATENT_SIZES, q_lora_rank=None),
         latent_norm_epsilon=_LATENT_EPSILON,
     )
 
@@ -104,13 +100,8 @@ def latent_fields(settings: ModelDescription) -> dict[str, Any]:
         **fields,
         **rope_fields(settings),
         **experts_fields(settings),
+        **settings.fields(_LATENT_SIZES),
         "num_key_value_heads": settings.num_attention_heads,
-        "attention_bias": False,
-        "q_lora_rank": settings.q_lora_rank,
-        "kv_lora_rank": settings.kv_lora_rank,
-        "qk_nope_head_dim": settings.qk_head_dim,
-        "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
-        "v_head_dim": settings.v_head_dim,
     }
 
 
@@ -131,8 +122,6 @@ def experts_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _v2_settings(config: ConfigFields) -> ModelDescription:
-    config.only("scoring_func", "softmax")
-    config.only("norm_topk_prob", False)
     is_limited = config.only("topk_method", "greedy", "group_limited_greedy")
     settings = latent_settings(config)
     limited = _with_groups(settings, config, judges=1)
@@ -147,15 +136,10 @@ def _v2_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **latent_fields(settings),
         "topk_method": "group_limited_greedy" if limited else "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
     }
 
 
 def _v3_settings(config: ConfigFields) -> ModelDescription:
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.take("num_nextn_predict_layers", None)
     return replace(
         judged_by_sigmoid(latent_settings(config), config),
         rope_interleave=config.take("rope_interleave", True),
@@ -165,8 +149,6 @@ def _v3_settings(config: ConfigFields) -> ModelDescription:
 def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **latent_fields(settings),
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "rope_interleave": settings.rope_interleave,
         "num_nextn_predict_layers": 0,
@@ -202,8 +184,6 @@ def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _glm_dsa_settings(config: ConfigFields) -> ModelDescription:
-    config.only("index_topk_freq", 1)
-    config.take("index_skip_topk_offset", None)  # of layers that share a choice
     settings = replace(_v32_settings(config), dsa_indexer_rope_interleaved=True)
     config.only("indexer_types", ["full"] * settings.num_layers)
     return settings
@@ -301,6 +281,8 @@ DEEPSEEK_V2 = replace(
     settings=_v2_settings,
     fields=_v2_fields,
     rules=_rules,
+    only={**LLAMA.only, "scoring_func": "softmax", "norm_topk_prob": False},
+    unused=FOLLOWING,
     absent={"q_lora_rank": 1536},
 )
 DEEPSEEK_V3 = Family(
@@ -309,6 +291,8 @@ DEEPSEEK_V3 = Family(
     _v3_settings,
     _v3_fields,
     _rules,
+    only={**LLAMA.only, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    unused=(*FOLLOWING, "num_nextn_predict_layers"),
     absent={"num_key_value_heads": 128, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4,
             "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     without_meaning=LLAMA.without_meaning,
@@ -327,5 +311,7 @@ GLM_MOE_DSA = replace(
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     settings=_glm_dsa_settings,
+    only={**DEEPSEEK_V3.only, "index_topk_freq": 1},
+    unused=(*DEEPSEEK_V3.unused, "index_skip_topk_offset"),  # of layers that share a choice
     absent={"num_key_value_heads": 64, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
 )

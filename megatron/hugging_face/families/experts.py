@@ -16,8 +16,10 @@ from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, concat, experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
-_WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
+OF_BALANCE = ("router_aux_loss_coef", "output_router_logits")
 """Fields of the balance loss, which training sets by its own flags."""
+ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Fields of models with experts in every layer."""
 
 
 def _num_experts(config: ConfigFields) -> int:
@@ -26,9 +28,6 @@ def _num_experts(config: ConfigFields) -> int:
 
 
 def _mixtral_settings(config: ConfigFields) -> ModelDescription:
-    for name in _WITHOUT_EFFECT:
-        config.take(name, None)
-    config.only("router_jitter_noise", 0.0)
     settings = MISTRAL.settings(config)
     return replace(
         settings,
@@ -48,10 +47,6 @@ def _mixtral_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _qwen_settings(dense: ModelDescription, config: ConfigFields) -> ModelDescription:
-    for name in _WITHOUT_EFFECT:
-        config.take(name, None)
-    config.only("decoder_sparse_step", 1)
-    config.only("mlp_only_layers", [])
     return replace(
         dense,
         num_moe_experts=_num_experts(config),
@@ -63,8 +58,6 @@ def _qwen_settings(dense: ModelDescription, config: ConfigFields) -> ModelDescri
 
 def _qwen_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "num_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
@@ -73,7 +66,6 @@ def _qwen_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _qwen2_settings(config: ConfigFields) -> ModelDescription:
-    config.only("qkv_bias", True)
     return replace(
         _qwen_settings(QWEN2.settings(config), config),
         moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
@@ -85,7 +77,7 @@ def _qwen2_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = {**QWEN2.fields(settings), **_qwen_fields(settings)}
     del fields["head_dim"]
     width = settings.moe_shared_expert_intermediate_size or 0
-    return {**fields, "qkv_bias": True, "shared_expert_intermediate_size": width}
+    return {**fields, "shared_expert_intermediate_size": width}
 
 
 def _qwen2_rules(settings: ModelDescription) -> list[WeightRule]:
@@ -102,14 +94,6 @@ def with_shared_expert(rules: list[WeightRule]) -> list[WeightRule]:
         identity(here + "linear_fc2.weight", there + "down_proj.weight"),
         identity(here + "gate_weight", _HF + "mlp.shared_expert_gate.weight"),
     ]
-
-
-def _qwen3_settings(config: ConfigFields) -> ModelDescription:
-    return _qwen_settings(QWEN3.settings(config), config)
-
-
-def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**QWEN3.fields(settings), **_qwen_fields(settings)}
 
 
 def _rules(
@@ -153,6 +137,8 @@ MIXTRAL = replace(
     settings=_mixtral_settings,
     fields=_mixtral_fields,
     rules=_rules(MISTRAL, "block_sparse_moe", "w1", "w3", "w2"),
+    only={**MISTRAL.only, "router_jitter_noise": 0.0},
+    unused=OF_BALANCE,
     absent={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
 )
 QWEN2_MOE = replace(
@@ -162,14 +148,18 @@ QWEN2_MOE = replace(
     settings=_qwen2_settings,
     fields=_qwen2_fields,
     rules=_qwen2_rules,
+    only={**QWEN2.only, **ALL_SPARSE, "qkv_bias": True},
+    unused=(*QWEN2.unused, *OF_BALANCE),
     absent={"num_key_value_heads": 16},
 )
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    settings=_qwen3_settings,
-    fields=_qwen3_fields,
+    settings=lambda config: _qwen_settings(QWEN3.settings(config), config),
+    fields=lambda settings: {**QWEN3.fields(settings), **_qwen_fields(settings)},
     rules=_rules(QWEN3, "mlp", "gate_proj", "up_proj", "down_proj"),
+    only={**QWEN3.only, **ALL_SPARSE},
+    unused=(*QWEN3.unused, *OF_BALANCE),
     absent={"num_key_value_heads": 4},
 )

@@ -29,10 +29,14 @@ class Family:
     architecture: str
     """Transformers' class for language modelling, as the config names it."""
     settings: Callable[[ConfigFields], ModelDescription]
-    """Convert the fields of a `config.json` to settings; every field is taken or refused."""
+    """Convert the other fields of a `config.json` to settings; every field is taken or refused."""
     fields: Callable[[ModelDescription], dict[str, Any]]
-    """Convert settings to the fields of a `config.json`."""
+    """Convert settings to the other fields of a `config.json`."""
     rules: Callable[[ModelDescription], list[WeightRule]]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> its one supported value."""
+    unused: tuple[str, ...] = ()
+    """Fields that do not affect logits: of training, of kernels, or repeated by other fields."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Field -> Transformers' value if a config does not contain it, where null has another meaning.
     """
@@ -62,6 +66,18 @@ class Family:
         """Return the fields of a `config.json` of this family, as the argument of `settings`."""
         return ConfigFields(fields, source, self.absent)
 
+    def described(self, config: ConfigFields) -> ModelDescription:
+        """Return the settings of a config; the config collects the problems of its fields."""
+        for name in self.unused:
+            config.take(name, None)
+        for name, value in self.only.items():
+            config.only(name, value)
+        return self.settings(config)
+
+    def exported(self, settings: ModelDescription) -> dict[str, Any]:
+        """Return the fields of a `config.json` for a model."""
+        return {**self.only, **self.fields(settings)}
+
     def read(self, fields: Mapping[str, object], source: str) -> ModelDescription:
         """Return the settings that a `config.json` of this family describes.
 
@@ -70,7 +86,7 @@ class Family:
         """
         config = self.config(fields, source)
         try:
-            settings = self.settings(config)
+            settings = self.described(config)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             config.finish()
             raise ConfigError(
@@ -83,6 +99,15 @@ class Family:
         return settings
 
 
+SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "unpadded_vocab_size",
+}
+"""Field -> setting, in most families."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

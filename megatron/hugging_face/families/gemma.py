@@ -29,8 +29,6 @@ _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0,
 
 
 def _first_settings(config: ConfigFields) -> ModelDescription:
-    config.only("use_bidirectional_attention", False)
-    config.only("attention_bias", False)
     for name in ("hidden_act", "hidden_activation"):
         config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
     settings = gated_settings(config)
@@ -42,14 +40,9 @@ def _first_settings(config: ConfigFields) -> ModelDescription:
     )
 
 
-def _gemma_settings(config: ConfigFields) -> ModelDescription:
-    return with_rope(_first_settings(config), config)
-
-
 def _gemma_fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = LLAMA.fields(settings)
-    del fields["mlp_bias"]
-    return {**fields, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": None}
+    names = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": None}
+    return {**LLAMA.fields(settings), **names}
 
 
 def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
@@ -66,15 +59,12 @@ def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
 def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     # The field is an integer; `softmax_scale` is its inverse square root, up to rounding.
     scale = settings.softmax_scale or 256**-0.5
-    fields = LLAMA.fields(settings)
-    del fields["hidden_act"], fields["mlp_bias"]
     return {
-        **fields,
+        **LLAMA.fields(settings),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scale**-2),
         **window_fields(settings),
         "final_logit_softcapping": settings.final_logit_softcapping,
-        "use_bidirectional_attention": False,
     }
 
 
@@ -131,6 +121,17 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     return rules
 
 
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    settings=lambda config: with_rope(_first_settings(config), config),
+    fields=_gemma_fields,
+    only={"use_bidirectional_attention": False, "attention_bias": False},
+    absent={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+)
+
+
 def _family(
     model_type: str,
     architecture: str,
@@ -145,6 +146,7 @@ def _family(
         settings=settings,
         fields=fields,
         rules=_rules,
+        only=GEMMA.only,
         absent={
             "num_key_value_heads": 4,
             "head_dim": 256,
@@ -155,14 +157,6 @@ def _family(
     )
 
 
-GEMMA = replace(
-    LLAMA,
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
-    settings=_gemma_settings,
-    fields=_gemma_fields,
-    absent={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-)
 GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", _gemma2_settings, _gemma2_fields,
                  attn_logit_softcapping=50.0, final_logit_softcapping=30.0)  # fmt: skip
 GEMMA3 = _family("gemma3_text", "Gemma3ForCausalLM", _gemma3_settings, _gemma3_fields)

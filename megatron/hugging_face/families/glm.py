@@ -20,9 +20,9 @@ from megatron.hugging_face.families.deepseek import (
     with_experts,
 )
 from megatron.hugging_face.families.family import window_fields, with_window
-from megatron.hugging_face.families.llama import LLAMA
+from megatron.hugging_face.families.llama import GATED, LLAMA
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, identity, with_others
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GATE_AND_UP = identity(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_proj.weight")
@@ -30,8 +30,7 @@ _GATE_AND_UP = identity(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_
 
 def _settings(config: ConfigFields) -> ModelDescription:
     has_bias = config.take("attention_bias", True)
-    settings = LLAMA.settings(config.without("attention_bias"))
-    return replace(settings, add_qkv_bias=has_bias, rotary_interleaved=True)
+    return replace(LLAMA.settings(config), add_qkv_bias=has_bias, rotary_interleaved=True)
 
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
@@ -43,12 +42,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
-    fused = _GATE_AND_UP.megatron_name
-    return [_GATE_AND_UP if rule.megatron_name == fused else rule for rule in LLAMA.rules(settings)]
-
-
-def _glm4_settings(config: ConfigFields) -> ModelDescription:
-    return replace(_settings(config), sandwich_norm=True)
+    return with_others(LLAMA.rules(settings), _GATE_AND_UP)
 
 
 def _glm4_rules(settings: ModelDescription) -> list[WeightRule]:
@@ -57,13 +51,9 @@ def _glm4_rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _glm4_moe_settings(config: ConfigFields) -> ModelDescription:
-    config.take("num_mtp_layers", None)
-    config.take("num_nextn_predict_layers", None)
-    has_bias = config.take("attention_bias", False)
-    dense = LLAMA.settings(config.without("attention_bias"))
     return replace(
-        judged_by_sigmoid(with_experts(dense, config), config),
-        add_qkv_bias=has_bias,
+        judged_by_sigmoid(with_experts(LLAMA.settings(config), config), config),
+        add_qkv_bias=config.take("attention_bias", False),
         qk_layernorm=config.take("use_qk_norm", False),
     )
 
@@ -81,7 +71,6 @@ def _glm4_moe_fields(settings: ModelDescription) -> dict[str, Any]:
 def _dots1_settings(config: ConfigFields) -> ModelDescription:
     dense = LLAMA.settings(config)
     usual = [False] * dense.num_layers
-    config.take("max_window_layers", None)
     dense = replace(with_window(dense, config, usual), qk_layernorm=True)
     return judged_by_sigmoid(with_experts(dense, config), config)
 
@@ -102,13 +91,14 @@ GLM = replace(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    only=GATED,
     absent={"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
 )
 GLM4 = replace(
     GLM,
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    settings=_glm4_settings,
+    settings=lambda config: replace(_settings(config), sandwich_norm=True),
     rules=_glm4_rules,
 )
 GLM4_MOE = replace(
@@ -118,6 +108,8 @@ GLM4_MOE = replace(
     settings=_glm4_moe_settings,
     fields=_glm4_moe_fields,
     rules=_expert_rules,
+    only=GATED,
+    unused=("num_mtp_layers", "num_nextn_predict_layers"),
     absent={"num_key_value_heads": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
     left_out=LATER_TOKENS,
 )
@@ -128,5 +120,6 @@ DOTS1 = replace(
     settings=_dots1_settings,
     fields=_dots1_fields,
     rules=_expert_rules,
+    unused=("max_window_layers",),
     absent={"num_key_value_heads": 32, "sliding_window": 4096, "norm_topk_prob": False},
 )

@@ -17,11 +17,18 @@ from megatron.hugging_face.weight_map import (
     identity,
     transposed,
     vocabulary,
+    weight_and_bias,
 )
 
 _ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
 """Name -> whether GELU uses the tanh approximation."""
-_WITHOUT_EFFECT = (
+_NAMES = {
+    "n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layernorm_epsilon",
+    "vocab_size": "unpadded_vocab_size",
+}  # fmt: skip
+"""Field -> setting."""
+_UNUSED = (
     "embd_pdrop", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx", "n_special",
     "predict_special_tokens", "reorder_and_upcast_attn",
@@ -29,39 +36,25 @@ _WITHOUT_EFFECT = (
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    for name in _WITHOUT_EFFECT:
-        config.take(name, None)
-    config.only("scale_attn_weights", True)
-    config.only("scale_attn_by_inverse_layer_idx", False)
     activation = config.only("activation_function", *_ACTIVATIONS)
-    hidden = config.take("n_embd")
+    same = config.take_all(_NAMES, layer_norm_epsilon=1e-5)
     return ModelDescription(
-        num_layers=config.take("n_layer"),
-        hidden_size=hidden,
-        num_attention_heads=config.take("n_head"),
-        ffn_hidden_size=config.take("n_inner", 4 * hidden),
-        max_position_embeddings=config.take("n_positions"),
-        layernorm_epsilon=config.take("layer_norm_epsilon", 1e-5),
+        **same,
+        ffn_hidden_size=config.take("n_inner", 4 * same["hidden_size"]),
         openai_gelu=_ACTIVATIONS.get(activation or "gelu_new", True),
         position_embedding_type="learned_absolute",
         untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", True),
         hidden_dropout=config.take("resid_pdrop", 0.1),
         attention_dropout=config.take("attn_pdrop", 0.1),
-        unpadded_vocab_size=config.take("vocab_size"),
     )
 
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "n_layer": settings.num_layers,
-        "n_embd": settings.hidden_size,
-        "n_head": settings.num_attention_heads,
+        **settings.fields(_NAMES),
         "n_inner": settings.ffn_hidden_size,
-        "n_positions": settings.max_position_embeddings,
-        "layer_norm_epsilon": settings.layernorm_epsilon,
         "activation_function": "gelu_new" if settings.openai_gelu else "gelu",
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "vocab_size": settings.unpadded_vocab_size,
     }
 
 
@@ -86,22 +79,18 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     ):
         rules.append(transposed(f"{megatron_prefix}{here}.weight", f"{hf_prefix}{there}.weight"))
         rules.append(identity(f"{megatron_prefix}{here}.bias", f"{hf_prefix}{there}.bias"))
-    for here, there in (
-        (megatron_prefix + "self_attention.linear_qkv.layer_norm_", hf_prefix + "ln_1"),
-        (megatron_prefix + "mlp.linear_fc1.layer_norm_", hf_prefix + "ln_2"),
-        ("decoder.final_layernorm.", "ln_f"),
-    ):
-        rules += [identity(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
+    rules += weight_and_bias(
+        megatron_prefix + "self_attention.linear_qkv.layer_norm_", hf_prefix + "ln_1"
+    )
+    rules += weight_and_bias(megatron_prefix + "mlp.linear_fc1.layer_norm_", hf_prefix + "ln_2")
+    rules += weight_and_bias("decoder.final_layernorm.", "ln_f")
     if settings.untie_embeddings_and_output_weights:
         rules.append(vocabulary("output_layer.weight", "/lm_head.weight"))
     return rules
 
 
 def _bigcode_settings(config: ConfigFields) -> ModelDescription:
-    config.only("multi_query", True)
     config.only("num_key_value_heads", 1)
-    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        config.only(name, True)
     settings = _settings(config)
     return replace(
         settings,
@@ -113,11 +102,7 @@ def _bigcode_settings(config: ConfigFields) -> ModelDescription:
 
 def _bigcode_fields(settings: ModelDescription) -> dict[str, Any]:
     tanh = "gelu_pytorch_tanh" if settings.openai_gelu else "gelu"
-    return {**_fields(settings), "activation_function": tanh, "multi_query": True}
-
-
-def _bigcode_rules(settings: ModelDescription) -> list[WeightRule]:
-    return [replace(rule, is_transposed=False) for rule in _rules(settings)]
+    return {**_fields(settings), "activation_function": tanh}
 
 
 GPT2 = Family(
@@ -126,6 +111,8 @@ GPT2 = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    unused=_UNUSED,
     prefixes=("transformer.", ""),
     without_meaning=(r"h\.\d+\.attn\.(masked_)?bias",),
 )
@@ -135,5 +122,11 @@ GPT_BIGCODE = replace(
     architecture="GPTBigCodeForCausalLM",
     settings=_bigcode_settings,
     fields=_bigcode_fields,
-    rules=_bigcode_rules,
+    rules=lambda settings: [replace(rule, is_transposed=False) for rule in _rules(settings)],
+    only={
+        **GPT2.only,
+        "multi_query": True,
+        "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True,
+    },
 )

@@ -28,11 +28,6 @@ _ABSENT = {
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    for name in ("router_aux_loss_coef", "output_router_logits", "initial_context_length"):
-        config.take(name, None)
-    config.only("hidden_act", "silu")
-    config.only("attention_bias", True)
-    config.only("swiglu_alpha", _GAIN)
     settings = gated_settings(config)
     topk = config.take("num_experts_per_tok")
     config.only("experts_per_token", topk)
@@ -53,14 +48,12 @@ def _settings(config: ConfigFields) -> ModelDescription:
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
-    del fields["mlp_bias"]
     if fields["rope_scaling"] is None:  # Transformers would replace it by this family's default
         base = fields["rope_theta"]
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     return {
         **fields,
         **window_fields(settings),
-        "attention_bias": True,
         "intermediate_size": settings.experts_width,
         "num_local_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
@@ -97,4 +90,13 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     return found
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _settings, _fields, _rules, _ABSENT)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _settings,
+    _fields,
+    _rules,
+    only={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": _GAIN},
+    unused=("router_aux_loss_coef", "output_router_logits", "initial_context_length"),
+    absent=_ABSENT,
+)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.experts import OF_BALANCE
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.families.state_space import (
     layer_rules,
@@ -22,7 +23,6 @@ from megatron.hugging_face.weight_map import WeightRule, alternating_experts, id
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-_OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
 _RECURRENT, _ATTENDING = ("mamba", "linear_attention"), ("attention", "full_attention")
 """Names of kinds of layers, in published files and in newer ones."""
 _DIGITS = 14
@@ -57,8 +57,6 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _moe_settings(config: ConfigFields) -> ModelDescription:
-    for name in _OF_TRAINING:
-        config.take(name, None)
     return _with_experts(_settings(config), config, config.take("num_local_experts"))
 
 
@@ -72,10 +70,8 @@ def _with_experts(settings: ModelDescription, config: ConfigFields, count: int) 
 
 
 def _moe_fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = _fields(settings)
-    del fields["mlp_bias"]
     return {
-        **fields,
+        **_fields(settings),
         "intermediate_size": settings.experts_width,
         "num_local_experts": settings.num_moe_experts or 0,
         "num_experts_per_tok": settings.moe_router_topk,
@@ -107,8 +103,6 @@ def _moe_rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _hybrid_settings(config: ConfigFields) -> ModelDescription:
-    for name in _OF_TRAINING:
-        config.take(name, None)
     rotates = config.only("position_embedding_type", "rope", "nope") == "rope"
     if not rotates:
         for name in ("rope_parameters", "rope_scaling", "rope_theta"):
@@ -197,6 +191,7 @@ GRANITE_MOE = replace(
     settings=_moe_settings,
     fields=_moe_fields,
     rules=_moe_rules,
+    unused=OF_BALANCE,
 )
 GRANITE_HYBRID = replace(
     LLAMA,
@@ -205,5 +200,6 @@ GRANITE_HYBRID = replace(
     settings=_hybrid_settings,
     fields=_hybrid_fields,
     rules=_hybrid_rules,
+    unused=OF_BALANCE,
 )
 FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID)

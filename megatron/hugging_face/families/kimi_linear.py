@@ -13,6 +13,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.utils import best_divisor
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import (
+    FOLLOWING,
     LATER_TOKENS,
     judged_by_sigmoid,
     latent_fields,
@@ -47,10 +48,6 @@ _WITH_UNITS = (2, 1)
 
 def _settings(config: ConfigFields) -> ModelDescription:
     older = dict(config.take("linear_attn_config", {}))
-    config.only("mla_use_nope", True)
-    config.only("moe_router_activation_func", "sigmoid")
-    for name in ("num_nextn_predict_layers", "use_grouped_topk"):
-        config.take(name, None)
     named = {usual: config.take(name, None) for name, usual in _USUAL.items()}
     usual = config.with_fields({name: found for name, found in named.items() if found is not None})
     model = judged_by_sigmoid(latent_settings(usual), usual)
@@ -110,7 +107,6 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
         "moe_layer_freq",
         "rope_theta",
         "rope_scaling",
-        "mlp_bias",
     ):
         fields.pop(name, None)
     for name, usual in _USUAL.items():
@@ -176,6 +172,8 @@ KIMI_LINEAR = Family(
     _settings,
     _fields,
     _rules,
+    only={**LLAMA.only, "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+    unused=(*FOLLOWING, "num_nextn_predict_layers", "use_grouped_topk"),
     absent={"num_key_value_heads": 32, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1},
     without_meaning=LLAMA.without_meaning,
     # In published files a dense MLP is named `mlp`; files that Transformers writes use `_BLOCK`.

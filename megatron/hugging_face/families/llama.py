@@ -6,12 +6,11 @@ key heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import SIZES, Family
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import rope_fields, with_rope
 from megatron.hugging_face.weight_map import (
@@ -23,51 +22,38 @@ from megatron.hugging_face.weight_map import (
 )
 
 _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
+_NAMES = SIZES | {"rms_norm_eps": "layernorm_epsilon"}
 
 
 def gated_settings(config: ConfigFields) -> ModelDescription:
     """Return the settings that all models with RMSNorm and a gated MLP share."""
-    heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
+    same = config.take_all(_NAMES)
+    heads = same["num_attention_heads"]
     groups = config.take("num_key_value_heads", heads)
     return ModelDescription(
-        num_layers=config.take("num_hidden_layers"),
-        hidden_size=hidden,
-        num_attention_heads=heads,
+        **same,
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        kv_channels=config.take("head_dim", hidden // heads),
-        ffn_hidden_size=config.take("intermediate_size"),
-        max_position_embeddings=config.take("max_position_embeddings"),
+        kv_channels=config.take("head_dim", same["hidden_size"] // heads),
         untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
         normalization="RMSNorm",
-        layernorm_epsilon=config.take("rms_norm_eps"),
         add_bias_linear=False,
-        unpadded_vocab_size=config.take("vocab_size"),
         hidden_dropout=0.0,
         attention_dropout=config.take("attention_dropout", 0.0),
     )
 
 
-def _common_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "silu")
-    config.only("mlp_bias", False)
+def _settings(config: ConfigFields) -> ModelDescription:
     return with_rope(replace(gated_settings(config), swiglu=True), config)
 
 
-def _common_fields(settings: ModelDescription) -> dict[str, Any]:
+def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "num_hidden_layers": settings.num_layers,
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_attention_heads,
+        **settings.fields(_NAMES),
         "num_key_value_heads": settings.num_key_value_heads,
         "head_dim": settings.head_dim,
-        "intermediate_size": settings.ffn_hidden_size,
-        "max_position_embeddings": settings.max_position_embeddings,
-        "rms_norm_eps": settings.layernorm_epsilon,
-        "hidden_act": "silu",
         "attention_dropout": 0.0,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "vocab_size": settings.unpadded_vocab_size,
         **rope_fields(settings),
     }
 
@@ -107,79 +93,57 @@ def projections(kind: str) -> WeightRule:
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
 
 
-def _llama_settings(config: ConfigFields) -> ModelDescription:
-    config.only("attention_bias", False)
-    return _common_settings(config)
-
-
-def _llama_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**_common_fields(settings), "attention_bias": False, "mlp_bias": False}
-
-
 def _mistral_settings(config: ConfigFields) -> ModelDescription:
     window = config.take("sliding_window", None)
-    settings = _common_settings(config)
+    settings = _settings(config)
     return settings if window is None else replace(settings, window_size=(window - 1, 0))
 
 
 def _mistral_fields(settings: ModelDescription) -> dict[str, Any]:
     window = settings.window_size
-    return {
-        **_common_fields(settings),
-        "sliding_window": None if window is None else window[0] + 1,
-    }
+    return {**_fields(settings), "sliding_window": None if window is None else window[0] + 1}
 
 
 def _qwen_settings(config: ConfigFields) -> ModelDescription:
-    # With use_sliding_window off, the window's size and layers have no effect.
-    config.only("use_sliding_window", False)
-    for name in ("sliding_window", "max_window_layers"):
-        config.take(name, None)
     kinds = config.take("layer_types", [])
     if any(kind != "full_attention" for kind in kinds):
         config.only("layer_types", "full_attention")
-    return _common_settings(config)
+    return _settings(config)
 
 
-def _qwen2_settings(config: ConfigFields) -> ModelDescription:
-    return replace(_qwen_settings(config), add_qkv_bias=True)
-
-
-def _qwen2_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**_common_fields(settings), "use_sliding_window": False}
-
-
-def _qwen3_settings(config: ConfigFields) -> ModelDescription:
-    config.only("attention_bias", False)
-    return replace(_qwen_settings(config), qk_layernorm=True)
-
-
-def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**_qwen2_fields(settings), "attention_bias": False}
-
-
-def _family(
-    model_type: str,
-    architecture: str,
-    settings: Callable[[ConfigFields], ModelDescription],
-    fields: Callable[[ModelDescription], dict[str, Any]],
-    **absent: Any,
-) -> Family:
-    return Family(
-        model_type,
-        architecture,
-        settings,
-        fields,
-        _rules,
-        absent,
-        without_meaning=(r".*rotary_emb\.inv_freq",),
-    )
-
-
-LLAMA = _family("llama", "LlamaForCausalLM", _llama_settings, _llama_fields)
-MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields,
-                  num_key_value_heads=8, sliding_window=4096)  # fmt: skip
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields,
-                num_key_value_heads=32)  # fmt: skip
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields,
-                num_key_value_heads=32, head_dim=128)  # fmt: skip
+GATED = {"hidden_act": "silu", "mlp_bias": False}
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    settings=_settings,
+    fields=_fields,
+    rules=_rules,
+    only={**GATED, "attention_bias": False},
+    without_meaning=(r".*rotary_emb\.inv_freq",),
+)
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    settings=_mistral_settings,
+    fields=_mistral_fields,
+    only=GATED,
+    absent={"num_key_value_heads": 8, "sliding_window": 4096},
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    settings=lambda config: replace(_qwen_settings(config), add_qkv_bias=True),
+    only={**GATED, "use_sliding_window": False},
+    unused=("sliding_window", "max_window_layers"),  # of the switch that is off
+    absent={"num_key_value_heads": 32},
+)
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    settings=lambda config: replace(_qwen_settings(config), qk_layernorm=True),
+    only={**QWEN2.only, "attention_bias": False},
+    absent={"num_key_value_heads": 32, "head_dim": 128},
+)

@@ -9,7 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.experts import expert_rules, with_shared_expert
+from megatron.hugging_face.families.experts import (
+    ALL_SPARSE,
+    OF_BALANCE,
+    expert_rules,
+    with_shared_expert,
+)
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import QWEN3, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
@@ -31,12 +36,6 @@ _SIZES = {
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "silu")
-    config.only("attention_bias", False)
-    config.only("decoder_sparse_step", 1)
-    config.only("mlp_only_layers", [])
-    for name in ("router_aux_loss_coef", "output_router_logits"):
-        config.take(name, None)
     interval = config.take("full_attention_interval", 4)
     kinds = config.take("layer_types", None)
     if kinds is not None and set(kinds) - set(_KINDS):
@@ -61,15 +60,11 @@ def _settings(config: ConfigFields) -> ModelDescription:
 
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = QWEN3.fields(settings)
-    del fields["use_sliding_window"]
     return {
-        **fields,
+        **QWEN3.fields(settings),
         "partial_rotary_factor": settings.rotary_percent,
         "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
         **{name: getattr(settings, name) for name in _SIZES},
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "num_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
@@ -124,6 +119,8 @@ QWEN3_NEXT = Family(
     _settings,
     _fields,
     _rules,
+    only={"hidden_act": "silu", "attention_bias": False, **ALL_SPARSE},
+    unused=OF_BALANCE,
     absent={"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25},
     without_meaning=QWEN3.without_meaning,
     left_out={r"mtp\..*": "the layers that predict later tokens"},

@@ -22,6 +22,7 @@ from megatron.hugging_face.weight_map import (
     concat,
     fused_query_key_value,
     identity,
+    weight_and_bias,
 )
 
 _TOKENS = {
@@ -31,6 +32,17 @@ _TOKENS = {
     "vision_end_token_id": 151653,
 }
 """Token ids of a config that does not contain them."""
+_NAMES = {
+    "depth": "vision_num_layers",
+    "hidden_size": "vision_hidden_size",
+    "num_heads": "vision_num_attention_heads",
+    "intermediate_size": "vision_ffn_hidden_size",
+    "in_channels": "num_channels",
+    "patch_size": "patch_dim",
+    "temporal_patch_size": "temporal_patch_size",
+    "spatial_merge_size": "spatial_merge_size",
+}
+"""Field of `vision_config` -> setting."""
 _OURS, _LAYER = "vision_model.", "vision_model.decoder.layers.{}."
 
 
@@ -52,7 +64,7 @@ def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
     else:
         text.only("tie_word_embeddings", is_tied)
     whole = text.with_fields({"rope_parameters": rope, "tie_word_embeddings": is_tied})
-    settings = decoder.settings(whole)
+    settings = decoder.described(whole)
     if nested is not None:
         text.finish()
     if settings.position_embedding_type != "rope":
@@ -92,14 +104,7 @@ def _sizes(config: ConfigFields, vision: ConfigFields) -> dict[str, Any]:
         config.take(name, None)  # tokens of clips; samples contain still images only
     return {
         "architecture": "vlm",
-        "vision_num_layers": vision.take("depth"),
-        "vision_hidden_size": vision.take("hidden_size"),
-        "vision_num_attention_heads": vision.take("num_heads"),
-        "vision_ffn_hidden_size": vision.take("intermediate_size"),
-        "num_channels": vision.take("in_channels", 3),
-        "patch_dim": vision.take("patch_size"),
-        "temporal_patch_size": vision.take("temporal_patch_size", 2),
-        "spatial_merge_size": vision.take("spatial_merge_size", 2),
+        **vision.take_all(_NAMES, in_channels=3, temporal_patch_size=2, spatial_merge_size=2),
         **{
             name: config.take(name, _TOKENS[name])
             for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -134,7 +139,7 @@ def _qwen3_settings(config: ConfigFields) -> ModelDescription:
 
 
 def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
-    text = decoder.fields(replace(settings, position_embedding_type="rope"))
+    text = decoder.exported(replace(settings, position_embedding_type="rope"))
     is_tied = text.pop("tie_word_embeddings")
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -147,14 +152,7 @@ def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
     return {
         "text_config": {**text, "rope_parameters": rope},
         "vision_config": {
-            "depth": settings.vision_num_layers,
-            "hidden_size": settings.vision_hidden_size,
-            "num_heads": settings.vision_num_attention_heads,
-            "intermediate_size": settings.vision_ffn_hidden_size,
-            "in_channels": settings.num_channels,
-            "patch_size": settings.patch_dim,
-            "temporal_patch_size": settings.temporal_patch_size,
-            "spatial_merge_size": settings.spatial_merge_size,
+            **settings.fields(_NAMES),
             "out_hidden_size": settings.hidden_size,
         },
         "tie_word_embeddings": is_tied,
@@ -227,14 +225,10 @@ def _encoder(settings: ModelDescription, theirs: str, mlp: Mapping[str, Sequence
     ]
     for ours, names in mlp.items():
         rules += _linear(f"{_LAYER}mlp.{ours}", *(f"{block}mlp.{name}" for name in names))
-    norm_parts = ("weight",) if settings.vision_model_type == "qwen2_5_vl" else ("weight", "bias")
-    for kind in norm_parts:
-        rules += [
-            identity(
-                f"{_LAYER}self_attention.linear_qkv.layer_norm_{kind}", f"{block}norm1.{kind}"
-            ),
-            identity(f"{_LAYER}mlp.linear_fc1.layer_norm_{kind}", f"{block}norm2.{kind}"),
-        ]
+    has_bias = settings.vision_model_type != "qwen2_5_vl"  # its norms have a weight only
+    for number, layer in enumerate(("self_attention.linear_qkv", "mlp.linear_fc1"), start=1):
+        norm = weight_and_bias(f"{_LAYER}{layer}.layer_norm_", f"{block}norm{number}")
+        rules += norm[: 1 + has_bias]
     layers = tuple(range(settings.vision_num_layers))
     embedding = identity(f"{_OURS}patch_embed.weight", f"{theirs}patch_embed.proj.weight")
     return [*(replace(rule, layers=layers) for rule in rules), embedding]

@@ -9,52 +9,42 @@ Phi-3: one tensor of queries, keys and values, and one of gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
-from megatron.hugging_face.families.llama import LLAMA, MISTRAL, gated_settings
+from megatron.hugging_face.families.llama import GATED, LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope
-from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
+from megatron.hugging_face.weight_map import (
+    WeightRule,
+    fused_query_key_value,
+    identity,
+    with_others,
+)
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
-_PHI3_FUSED = {
-    _MEGATRON + "self_attention.linear_qkv.weight": fused_query_key_value(
+_PHI3_FUSED = (
+    fused_query_key_value(
         _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
     ),
-    _FC1: identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
-}
+    identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
+)
 
 
 def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
-    config.only("attention_out_bias", False)
-    config.take("residual_dropout", None)  # affects training only, which has a flag for it
-    has_bias = config.take("attention_bias", True)
-    return replace(LLAMA.settings(config.without("attention_bias")), add_qkv_bias=has_bias)
+    return replace(LLAMA.settings(config), add_qkv_bias=config.take("attention_bias", True))
 
 
 def _seed_oss_fields(settings: ModelDescription) -> dict[str, Any]:
-    added = {"attention_out_bias": False, "residual_dropout": 0.0}
-    return {**LLAMA.fields(settings), **added, "attention_bias": settings.add_qkv_bias}
-
-
-def _ernie_settings(config: ConfigFields) -> ModelDescription:
-    config.only("use_bias", False)
-    return replace(LLAMA.settings(config), rotary_interleaved=True)
-
-
-def _ernie_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**LLAMA.fields(settings), "use_bias": False}
+    added = {"residual_dropout": 0.0, "attention_bias": settings.add_qkv_bias}
+    return {**LLAMA.fields(settings), **added}
 
 
 def _smollm3_settings(config: ConfigFields) -> ModelDescription:
-    config.only("use_sliding_window", False)
-    config.take("sliding_window", None)
-    config.take("layer_types", None)
     settings = LLAMA.settings(config)
     interval = config.take("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % interval != 0) for layer in range(settings.num_layers)]
@@ -65,8 +55,7 @@ def _smollm3_settings(config: ConfigFields) -> ModelDescription:
 
 def _smollm3_fields(settings: ModelDescription) -> dict[str, Any]:
     skips = settings.no_rope_freq or [0] * settings.num_layers
-    rotates = [int(not skip) for skip in skips]
-    return {**LLAMA.fields(settings), "no_rope_layers": rotates, "use_sliding_window": False}
+    return {**LLAMA.fields(settings), "no_rope_layers": [int(not skip) for skip in skips]}
 
 
 def _cwm_settings(config: ConfigFields) -> ModelDescription:
@@ -96,54 +85,27 @@ def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription
 
 def _plain_fields(settings: ModelDescription, norm_epsilon: str) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
-    for name in ("mlp_bias", "attention_bias", "hidden_act", "head_dim"):
-        del fields[name]
+    del fields["head_dim"]
     fields[norm_epsilon] = fields.pop("rms_norm_eps")
     return {**fields, "partial_rotary_factor": settings.rotary_percent}
 
 
-def _arcee_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "relu2")
-    settings = LLAMA.settings(config.without("hidden_act"))
-    return replace(settings, swiglu=False, squared_relu=True)
-
-
-def _arcee_fields(settings: ModelDescription) -> dict[str, Any]:
-    return {**LLAMA.fields(settings), "hidden_act": "relu2"}
-
-
 def _stablelm_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "silu")
-    config.only("qk_layernorm", False)
-    config.only("use_parallel_residual", False)
-    config.take("hidden_dropout", None)
     has_bias = config.take("use_qkv_bias", False)
     return replace(_plain_settings(config, "layer_norm_eps"), swiglu=True, add_qkv_bias=has_bias)
 
 
 def _stablelm_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = _plain_fields(settings, "layer_norm_eps")
-    return {**fields, "hidden_act": "silu", "use_qkv_bias": settings.add_qkv_bias}
+    return {**fields, "use_qkv_bias": settings.add_qkv_bias}
 
 
 def _nemotron_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "relu2")
-    config.only("attention_bias", False)
-    config.only("mlp_bias", False)
     settings = _plain_settings(config, "norm_eps")
     return replace(settings, squared_relu=True, layernorm_zero_centered_gamma=True)
 
 
-def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = _plain_fields(settings, "norm_eps")
-    return {**fields, "hidden_act": "relu2", "head_dim": settings.head_dim}
-
-
 def _starcoder2_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "gelu_pytorch_tanh")
-    config.only("use_bias", True)
-    for name in ("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"):
-        config.take(name, None)
     settings = _plain_settings(config, "norm_epsilon")
     window = config.take("sliding_window", None)
     return replace(
@@ -155,10 +117,10 @@ def _starcoder2_settings(config: ConfigFields) -> ModelDescription:
 
 
 def _starcoder2_fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = {**_plain_fields(settings, "norm_epsilon"), "hidden_act": "gelu_pytorch_tanh"}
+    fields = _plain_fields(settings, "norm_epsilon")
     del fields["partial_rotary_factor"]
     window = settings.window_size
-    return {**fields, "use_bias": True, "sliding_window": None if window is None else window[0] + 1}
+    return {**fields, "sliding_window": None if window is None else window[0] + 1}
 
 
 def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[WeightRule]:
@@ -178,26 +140,13 @@ def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[We
 
 def _without_gate(rules: Iterable[WeightRule], name: str = "up_proj") -> list[WeightRule]:
     """Return `rules` with one tensor for the first layer of the MLP."""
-    one = identity(_FC1, f"{_HF}mlp.{name}.weight")
-    return [one if rule.megatron_name == _FC1 else rule for rule in rules]
+    return with_others(rules, identity(_FC1, f"{_HF}mlp.{name}.weight"))
 
 
 def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
     second = identity(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.c_proj.weight")
-    rules = [
-        second if rule.megatron_name == second.megatron_name else rule
-        for rule in _without_gate(LLAMA.rules(settings), "c_fc")
-    ]
+    rules = with_others(_without_gate(LLAMA.rules(settings), "c_fc"), second)
     return _with_biases(rules, ("norm", "linear_"))
-
-
-def _phi3_settings(config: ConfigFields) -> ModelDescription:
-    # Dropout affects training only, which has flags for it.
-    for name in ("embd_pdrop", "resid_pdrop"):
-        config.take(name, None)
-    # The context before its extension to 128k; without rope_scaling it has no effect.
-    config.take("original_max_position_embeddings", None)
-    return MISTRAL.settings(config)
 
 
 def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
@@ -209,82 +158,103 @@ def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _phi3_rules(settings: ModelDescription) -> list[WeightRule]:
-    return [_PHI3_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
+def _relative(name: str, architecture: str, **changes: Any) -> Family:
+    """Return a family that differs from Llama in some parts."""
+    changes.setdefault("absent", {})
+    return replace(LLAMA, model_type=name, architecture=f"{architecture}ForCausalLM", **changes)
 
 
-def _family(
-    model_type: str,
-    architecture: str,
-    settings: Callable[[ConfigFields], ModelDescription],
-    fields: Callable[[ModelDescription], dict[str, Any]],
-    rules: Callable[[ModelDescription], list[WeightRule]] = LLAMA.rules,
-    **absent: Any,
-) -> Family:
-    return replace(
-        LLAMA,
-        model_type=model_type,
-        architecture=f"{architecture}ForCausalLM",
-        settings=settings,
-        fields=fields,
-        rules=rules,
-        absent=absent,
-    )
-
-
-SEED_OSS = _family("seed_oss", "SeedOss", _seed_oss_settings, _seed_oss_fields,
-                   num_key_value_heads=8, head_dim=128, attention_dropout=0.1)  # fmt: skip
-ERNIE4_5 = _family("ernie4_5", "Ernie4_5", _ernie_settings, _ernie_fields, num_key_value_heads=2,
-                   head_dim=128, rope_theta=500_000.0, tie_word_embeddings=True)  # fmt: skip
-SMOLLM3 = _family("smollm3", "SmolLM3", _smollm3_settings, _smollm3_fields, num_key_value_heads=4,
-                  rope_theta=2_000_000.0, tie_word_embeddings=True)  # fmt: skip
-CWM = _family("cwm", "Cwm", _cwm_settings, _windowed_fields, num_key_value_heads=8, head_dim=128,
-              sliding_window=8192, rope_theta=1_000_000.0, rope_parameters={
-                  "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0,
-                  "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                  "original_max_position_embeddings": 8192})  # fmt: skip
-MINISTRAL = _family("ministral", "Ministral", _ministral_settings, _windowed_fields,
-                    num_key_value_heads=8, sliding_window=4096)  # fmt: skip
-ARCEE = _family(
+SEED_OSS = _relative(
+    "seed_oss",
+    "SeedOss",
+    settings=_seed_oss_settings,
+    fields=_seed_oss_fields,
+    only={**GATED, "attention_out_bias": False},
+    unused=("residual_dropout",),
+    absent={"num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.1},
+)
+ERNIE4_5 = _relative(
+    "ernie4_5",
+    "Ernie4_5",
+    settings=lambda config: replace(LLAMA.settings(config), rotary_interleaved=True),
+    only={**LLAMA.only, "use_bias": False},
+    absent={"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500_000.0,
+            "tie_word_embeddings": True},
+)  # fmt: skip
+SMOLLM3 = _relative(
+    "smollm3",
+    "SmolLM3",
+    settings=_smollm3_settings,
+    fields=_smollm3_fields,
+    only={**LLAMA.only, "use_sliding_window": False},
+    unused=("sliding_window", "layer_types"),
+    absent={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+)
+CWM = _relative(
+    "cwm",
+    "Cwm",
+    settings=_cwm_settings,
+    fields=_windowed_fields,
+    absent={
+        "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192,
+        "rope_theta": 1_000_000.0, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+)  # fmt: skip
+MINISTRAL = _relative(
+    "ministral",
+    "Ministral",
+    settings=_ministral_settings,
+    fields=_windowed_fields,
+    absent={"num_key_value_heads": 8, "sliding_window": 4096},
+)
+ARCEE = _relative(
     "arcee",
     "Arcee",
-    _arcee_settings,
-    _arcee_fields,
-    lambda settings: _without_gate(LLAMA.rules(settings)),
+    settings=lambda config: replace(LLAMA.settings(config), swiglu=False, squared_relu=True),
+    rules=lambda settings: _without_gate(LLAMA.rules(settings)),
+    only={**LLAMA.only, "hidden_act": "relu2"},
 )
-STABLELM = _family(
+STABLELM = _relative(
     "stablelm",
     "StableLm",
-    _stablelm_settings,
-    _stablelm_fields,
-    lambda settings: _with_biases(LLAMA.rules(settings), ("norm",)),
-    num_key_value_heads=32,
-    partial_rotary_factor=0.25,
+    settings=_stablelm_settings,
+    fields=_stablelm_fields,
+    rules=lambda settings: _with_biases(LLAMA.rules(settings), ("norm",)),
+    only={"hidden_act": "silu", "qk_layernorm": False, "use_parallel_residual": False},
+    unused=("hidden_dropout",),
+    absent={"num_key_value_heads": 32, "partial_rotary_factor": 0.25},
 )
-NEMOTRON = _family(
+NEMOTRON = _relative(
     "nemotron",
     "Nemotron",
-    _nemotron_settings,
-    _nemotron_fields,
-    lambda settings: _with_biases(_without_gate(LLAMA.rules(settings)), ("norm",)),
-    partial_rotary_factor=0.5,
+    settings=_nemotron_settings,
+    fields=lambda model: {**_plain_fields(model, "norm_eps"), "head_dim": model.head_dim},
+    rules=lambda settings: _with_biases(_without_gate(LLAMA.rules(settings)), ("norm",)),
+    only={**LLAMA.only, "hidden_act": "relu2"},
+    absent={"partial_rotary_factor": 0.5},
 )
-STARCODER2 = _family(
+STARCODER2 = _relative(
     "starcoder2",
     "Starcoder2",
-    _starcoder2_settings,
-    _starcoder2_fields,
-    _starcoder2_rules,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
+    settings=_starcoder2_settings,
+    fields=_starcoder2_fields,
+    rules=_starcoder2_rules,
+    only={"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+    unused=("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"),
+    absent={"num_key_value_heads": 2, "tie_word_embeddings": True},
 )
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    settings=_phi3_settings,
     fields=_phi3_fields,
-    rules=_phi3_rules,
+    rules=lambda settings: with_others(MISTRAL.rules(settings), *_PHI3_FUSED),
+    # Dropout, and the context before its extension to 128k: without rope_scaling it has no effect.
+    unused=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
     absent={},
 )
 FAMILIES = (

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.transformer.config.layer_kinds import KINDS, LayerKind
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import judged_by_sigmoid
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import SIZES, Family
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import (
@@ -45,6 +45,15 @@ _NAMES = {
 """Family -> its names of the fields in `_SIZES`."""
 _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
           "linear_conv_kernel_dim")  # fmt: skip
+
+
+_MAMBA2 = {
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size",
+    "layer_norm_epsilon": "layernorm_epsilon", "vocab_size": "unpadded_vocab_size",
+}  # fmt: skip
+_NEMOTRON = {name: SIZES[name] for name in SIZES if name != "num_hidden_layers"} | {
+    "layer_norm_epsilon": "layernorm_epsilon"
+}
 
 
 def _sizes(config: ConfigFields, family: str) -> dict[str, Any]:
@@ -118,26 +127,21 @@ def _ends(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _mamba2_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "silu")
-    config.take("time_step_min", None)
-    config.take("expand", None)  # follows from the number and width of heads
-    sizes, hidden = _sizes(config, "mamba2"), config.take("hidden_size")
+    sizes, same = _sizes(config, "mamba2"), config.take_all(_MAMBA2)
+    hidden = same["hidden_size"]
     return ModelDescription(
-        num_layers=config.take("num_hidden_layers"),
-        hidden_size=hidden,
+        **same,
         num_attention_heads=sizes["mamba_num_groups"],
         kv_channels=hidden // sizes["mamba_num_groups"],
         ffn_hidden_size=4 * hidden,
         max_position_embeddings=_NO_END,
         untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
-        unpadded_vocab_size=config.take("vocab_size"),
         position_embedding_type="none",
         normalization="RMSNorm",
-        layernorm_epsilon=config.take("layer_norm_epsilon"),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        hybrid_layer_pattern="M" * config.take("num_hidden_layers"),
+        hybrid_layer_pattern="M" * same["num_layers"],
         mamba_step_limits=_limits(config),
         **sizes,
     )
@@ -147,16 +151,12 @@ def _mamba2_fields(settings: ModelDescription) -> dict[str, Any]:
     inner = settings.mamba_heads * settings.mamba_head_dim
     return {
         **_size_fields(settings, "mamba2"),
-        "num_hidden_layers": settings.num_layers,
-        "hidden_size": settings.hidden_size,
+        **settings.fields(_MAMBA2),
         "expand": inner // settings.hidden_size,
-        "hidden_act": "silu",
         "use_bias": False,
         "use_conv_bias": True,
-        "layer_norm_epsilon": settings.layernorm_epsilon,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
         "time_step_limit": _limit_fields(settings),
-        "vocab_size": settings.unpadded_vocab_size,
     }
 
 
@@ -174,14 +174,6 @@ _OLDER = {"mamba": "M", "attention": "*"}
 
 
 def _nemotron_settings(config: ConfigFields) -> ModelDescription:
-    for name in ("mlp_hidden_act", "mamba_hidden_act"):
-        config.only(name, "relu2" if name.startswith("mlp") else "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        config.only(name, False)
-    config.only("n_shared_experts", 1)
-    for name in ("expand", "time_step_limit", "sliding_window", "num_nextn_predict_layers",
-                 "mtp_layers_block_type"):  # fmt: skip
-        config.take(name, None)  # Transformers' model ignores them, or their layers are left out
     letters = config.take("hybrid_override_pattern", None)
     if letters is None or config.stated("layers_block_type") is not None:
         kinds = config.take("layers_block_type")
@@ -191,22 +183,17 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
     if set(letters) - set(_LETTERS.values()):
         config.only("layers_block_type", *_LETTERS)
         letters = "M"
-    groups, heads = config.take("num_key_value_heads"), config.take("num_attention_heads")
+    groups, same = config.take("num_key_value_heads"), config.take_all(_NEMOTRON)
     factor = config.take("routed_scaling_factor", 1.0)
     settings = ModelDescription(
         num_layers=len(letters),
-        hidden_size=config.take("hidden_size"),
-        num_attention_heads=heads,
-        group_query_attention=groups != heads,
+        **same,
+        group_query_attention=groups != same["num_attention_heads"],
         num_query_groups=groups,
         kv_channels=config.take("head_dim"),
-        ffn_hidden_size=config.take("intermediate_size"),
-        max_position_embeddings=config.take("max_position_embeddings"),
         untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
-        unpadded_vocab_size=config.take("vocab_size"),
         position_embedding_type="none",
         normalization="RMSNorm",
-        layernorm_epsilon=config.take("layer_norm_epsilon"),
         squared_relu=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -240,24 +227,17 @@ def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:
     letter_of = {KINDS[letter]: letter for letter in kind_of}
     fields = {
         **_size_fields(settings, "nemotron_h"),
+        **settings.fields(_NEMOTRON),
         "layers_block_type": [kind_of.get(letter_of.get(k, ""), "?") for k in settings.layer_kinds],
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_attention_heads,
         "num_key_value_heads": settings.num_key_value_heads,
         "head_dim": settings.head_dim,
-        "intermediate_size": settings.ffn_hidden_size,
-        "max_position_embeddings": settings.max_position_embeddings,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "vocab_size": settings.unpadded_vocab_size,
-        "layer_norm_epsilon": settings.layernorm_epsilon,
-        "mlp_hidden_act": "relu2",
         "time_step_min": settings.mamba_step_limits[0],
     }
     if settings.num_moe_experts is None:
         return fields
     return fields | {
         "n_routed_experts": settings.num_moe_experts,
-        "n_shared_experts": 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
         "moe_latent_size": settings.moe_latent_size,
@@ -390,13 +370,36 @@ def _bamba_rules(settings: ModelDescription) -> list[WeightRule]:
     return layer_rules(found, settings)
 
 
-MAMBA2 = Family("mamba2", "Mamba2ForCausalLM", _mamba2_settings, _mamba2_fields, _mamba2_rules)
+MAMBA2 = Family(
+    "mamba2",
+    "Mamba2ForCausalLM",
+    _mamba2_settings,
+    _mamba2_fields,
+    _mamba2_rules,
+    only={"hidden_act": "silu"},
+    unused=("time_step_min", "expand"),  # `expand` follows from the number and width of heads
+)
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     _nemotron_settings,
     _nemotron_fields,
     _nemotron_rules,
+    only={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "n_shared_experts": 1,
+    },
+    # Transformers' model ignores them, or their layers are left out.
+    unused=(
+        "expand",
+        "time_step_limit",
+        "sliding_window",
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+    ),
     absent={"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )
@@ -406,6 +409,7 @@ BAMBA = Family(
     _bamba_settings,
     _bamba_fields,
     _bamba_rules,
+    only=LLAMA.only,
     absent={"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     without_meaning=LLAMA.without_meaning,
 )

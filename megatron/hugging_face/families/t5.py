@@ -22,40 +22,43 @@ from megatron.hugging_face.weight_map import (
 )
 
 _GATED, _RELU = "gated-gelu", "relu"
+_NAMES = {
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "d_ff": "ffn_hidden_size",
+    "n_positions": "max_position_embeddings",
+    "relative_attention_num_buckets": "relative_attention_num_buckets",
+    "relative_attention_max_distance": "relative_attention_max_distance",
+    "layer_norm_epsilon": "layernorm_epsilon",
+    "dropout_rate": "hidden_dropout",
+    "vocab_size": "unpadded_vocab_size",
+}
+"""Field -> setting."""
+_DEFAULTS = {
+    "n_positions": 512, "relative_attention_num_buckets": 32, "dropout_rate": 0.1,
+    "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
     num_encoder = config.take("num_layers")
     is_tied = config.take("tie_word_embeddings", True)
     kind = config.only("feed_forward_proj", _RELU, _GATED)
-    # These two fields follow from the kind of MLP.
-    config.take("dense_act_fn", None)
-    config.take("is_gated_act", None)
-    config.take("initializer_factor", None)
-    config.take("classifier_dropout", None)
     return ModelDescription(
         architecture="t5",
         encoder_num_layers=num_encoder,
         num_layers=num_encoder + config.take("num_decoder_layers", num_encoder),
-        hidden_size=config.take("d_model"),
+        **config.take_all(_NAMES, **_DEFAULTS),
         kv_channels=config.take("d_kv"),
-        num_attention_heads=config.take("num_heads"),
-        ffn_hidden_size=config.take("d_ff"),
-        max_position_embeddings=config.take("n_positions", 512),
         position_embedding_type="relative",
-        relative_attention_num_buckets=config.take("relative_attention_num_buckets", 32),
-        relative_attention_max_distance=config.take("relative_attention_max_distance", 128),
         normalization="RMSNorm",
-        layernorm_epsilon=config.take("layer_norm_epsilon", 1e-6),
         relu=kind != _GATED,
         geglu=kind == _GATED,
         add_bias_linear=False,
         softmax_scale=1.0,
         scale_t5_logits=config.take("scale_decoder_outputs", is_tied),
         untie_embeddings_and_output_weights=not is_tied,
-        hidden_dropout=config.take("dropout_rate", 0.1),
         attention_dropout=config.take("dropout_rate", 0.1),
-        unpadded_vocab_size=config.take("vocab_size"),
     )
 
 
@@ -65,19 +68,11 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
         "is_encoder_decoder": True,
         "num_layers": num_encoder,
         "num_decoder_layers": settings.num_layers - num_encoder,
-        "d_model": settings.hidden_size,
+        **settings.fields(_NAMES),
         "d_kv": settings.head_dim,
-        "num_heads": settings.num_attention_heads,
-        "d_ff": settings.ffn_hidden_size,
-        "n_positions": settings.max_position_embeddings,
-        "relative_attention_num_buckets": settings.relative_attention_num_buckets,
-        "relative_attention_max_distance": settings.relative_attention_max_distance,
-        "layer_norm_epsilon": settings.layernorm_epsilon,
         "feed_forward_proj": _GATED if settings.geglu else _RELU,
         "scale_decoder_outputs": settings.scale_t5_logits,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "dropout_rate": settings.hidden_dropout,
-        "vocab_size": settings.unpadded_vocab_size,
     }
 
 
@@ -134,6 +129,8 @@ T5 = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    # The first two follow from the kind of MLP.
+    unused=("dense_act_fn", "is_gated_act", "initializer_factor", "classifier_dropout"),
     copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     without_meaning=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",

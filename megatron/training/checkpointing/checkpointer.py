@@ -1,40 +1,41 @@
 """Save and load a run, for the training loop and for Megatron's functions.
 
 Every method is a collective over all processes of the run: if one process fails, all raise its
-error. `saver` writes and commits checkpoints, `selection` selects the checkpoint to load, and
-`restore` loads it into the run. `ResumeSource` finds the initial state of a run: a checkpoint, the
-weights of another model, or nothing.
+error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import secrets
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megatron.core.dist_checkpointing import async_save
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import async_save, commit
 from megatron.core.dist_checkpointing.collective import (
     AgreeingGroup,
     print_once,
+    run_collectively,
     run_on_coordinator,
 )
-from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.interop.opening import open_any
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
-from megatron.core.distributed.adapter_parameters import set_magnitudes
-from megatron.core.foundation.errors import CheckpointError
+from megatron.core.dist_checkpointing.save_lock import SaveLock
+from megatron.core.dist_checkpointing.verify import verify_checkpoint
+from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transport import torch_collectives
-from megatron.core.transport.object_collectives import ControlGroup, control_group
+from megatron.core.transport.object_collectives import (
+    ControlGroup,
+    control_group,
+    raise_on_all_ranks,
+)
 from megatron.training.checkpointing.hugging_face import (
-    load_adapters_collectively,
-    note_on_precision,
-    open_collectively,
     write_adapters_collectively,
     write_collectively,
 )
@@ -43,22 +44,20 @@ from megatron.training.checkpointing.non_persistent import (
     NonPersistentCheckpoints,
     open_non_persistent,
 )
-from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
+from megatron.training.checkpointing.restore import Restored
+from megatron.training.checkpointing.resume_source import ResumeSource
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
-    apply_optimizer,
+    declare_run,
     describe_layout,
+    plain_run_state,
 )
-from megatron.training.checkpointing.saver import Saver
-from megatron.training.checkpointing.selection import (
-    Selection,
-    missing,
-    missing_pretrained,
-    no_intact_checkpoint,
-    select_checkpoints,
-)
+from megatron.training.checkpointing.selection import moved_away
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.run.state import TrainState
+
+_RUN = secrets.token_hex(6)
+"""Part of the name of a checkpoint that this process deletes."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -76,6 +75,28 @@ def _collective(doing: str) -> Callable[[Method[P, Result]], Method[P, Result]]:
         return call
 
     return decorate
+
+
+def claim_directory(directory: StoragePath, peers: ControlGroup) -> SaveLock | None:
+    """Lock a save directory and delete unfinished files of interrupted runs. Collective.
+
+    Returns:
+        on the coordinator, the lock of a local directory. A second call in the same process returns
+        the same lock.
+    Raises:
+        CheckpointError: another run has locked the directory, or it is not writable; on all ranks.
+    """
+    lock: SaveLock | None = None
+
+    def claim() -> None:
+        nonlocal lock
+        if isinstance(directory, Path):
+            lock = SaveLock.acquire(directory)
+        for path in commit.remove_leftovers(directory):
+            print(f"removed {path}: left by an interrupted save or deletion", flush=True)
+
+    run_on_coordinator(peers, claim, doing="preparing", path=directory)
+    return lock
 
 
 class Checkpointer:
@@ -104,8 +125,22 @@ class Checkpointer:
             if memory is None
             else MemoryCheckpoints(memory[0], settings, context, self.peers, memory[1])
         )
-        self._saver = Saver(settings, context, self.peers)
+        self.last_committed: int | None = None
+        """Iteration of this run's newest complete checkpoint."""
+        self._lock: SaveLock | None = None
+        self._has_claimed = False  # on every rank; only the coordinator has the lock
         self._has_non_persistent = False
+
+    @property
+    def directory(self) -> StoragePath:
+        """The save directory."""
+        if self.settings.save is None:
+            raise CheckpointError(
+                "--save is not given.",
+                flags=["--save"],
+                fix="give --save DIRECTORY, or do not save",
+            )
+        return storage_path(self.settings.save)
 
     @_collective("claiming the save directory")
     def claim(self) -> None:
@@ -116,7 +151,9 @@ class Checkpointer:
         Raises:
             CheckpointError: another run has locked the directory, or it is not writable.
         """
-        self._saver.claim()
+        if self.settings.save is not None and not self._has_claimed:
+            self._lock = claim_directory(self.directory, self.peers)
+            self._has_claimed = True
 
     @_collective("saving a checkpoint")
     def save(self, train_state: TrainState, *, extra: Mapping[str, object] | None = None) -> None:
@@ -128,7 +165,49 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank; earlier checkpoints are intact.
         """
-        self._saver.save(train_state, extra)
+        directory, iteration = self.directory, train_state.iteration
+        self.finish()
+        self.claim()
+        raise_on_all_ranks(moved_away(directory) if self._lock else None, self.peers)
+        saving = dist_checkpointing.save(
+            self._declare(train_state, extra),
+            directory / commit.iteration_directory(iteration),
+            async_sharded_save=self.settings.async_save,
+            process_group=self.peers,
+            info={"layout": describe_layout(self.context)},
+            spread_over_replicas=self.settings.ckpt_fully_parallel_save,
+        )
+        if saving is None:
+            self._after_commit(directory, iteration)
+        else:
+            saving.add_finalize_fn(lambda: self._after_commit(directory, iteration))
+
+    def _after_commit(self, directory: StoragePath, iteration: int) -> None:
+        """Write the iteration to the tracker file, then delete old checkpoints."""
+        self.last_committed = iteration
+        run_on_coordinator(
+            self.peers,
+            lambda: commit.write_tracker(directory, iteration),
+            doing="writing",
+            path=directory / commit.TRACKER_NAME,
+            needed_bytes=len(str(iteration)),
+        )
+        print_once(
+            self.peers,
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}",
+        )
+        apply_retention(directory, iteration, self.settings, peers=self.peers)
+
+    def _declare(
+        self, train_state: TrainState, extra: Mapping[str, object] | None
+    ) -> ShardedStateDict:
+        """Return the state dict of the run, `extra` included."""
+        flags = {
+            "with_optimizer": not self.settings.no_save_optim,
+            "with_rng": not self.settings.no_save_rng,
+        }
+        plain = plain_run_state(self.context, train_state, **flags)
+        return declare_run(self.context, **flags) | plain | {"extra": dict(extra or {})}
 
     @_collective("saving a non-persistent checkpoint")
     def save_non_persistent(
@@ -146,14 +225,9 @@ class Checkpointer:
                 fix="choose global or local, or save a persistent checkpoint",
             )
         iteration = train_state.iteration
-        self.non_persistent.save(self._saver.declare(train_state, extra), iteration)
+        self.non_persistent.save(self._declare(train_state, extra), iteration)
         self._has_non_persistent = True
         print_once(self.peers, f"  saved a non-persistent checkpoint from iteration {iteration:7d}")
-
-    @property
-    def last_committed(self) -> int | None:
-        """Iteration of this run's newest complete checkpoint."""
-        return self._saver.last_committed
 
     @property
     def has_save_in_flight(self) -> bool:
@@ -162,18 +236,22 @@ class Checkpointer:
 
     def after_step(self) -> None:
         """Commit an asynchronous save if all bytes are written, or raise its error."""
-        if self.has_save_in_flight:  # on all ranks or none: other steps have no collective
-            self.peers.run("committing a checkpoint", self._saver.after_step)
+        # On all ranks or none: other steps have no collective.
+        if (saving := async_save.in_flight()) is not None:
+            self.peers.run("committing a checkpoint", saving.try_finish)
 
     def finish(self) -> None:
         """Wait for an asynchronous save and commit it."""
-        if self.has_save_in_flight:
-            self.peers.run("committing a checkpoint", self._saver.finish)
+        if (saving := async_save.in_flight()) is not None:
+            self.peers.run("committing a checkpoint", saving.finish)
 
     def close(self) -> None:
         """Finish, and unlock the save directory."""
         self.finish()
-        self._saver.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._has_claimed = False
 
     @_collective("loading a checkpoint")
     def load(self) -> Restored | None:
@@ -190,7 +268,7 @@ class Checkpointer:
         Returns:
             None if there is no saved state.
         """
-        self._saver.finish()
+        self.finish()
         begins_with_newest = self.settings.load is not None and self.settings.ckpt_step is None
         is_own = self._has_non_persistent or begins_with_newest
         source = self._source(self.non_persistent if is_own else None)
@@ -198,6 +276,11 @@ class Checkpointer:
 
     def _source(self, non_persistent: NonPersistentCheckpoints | None) -> ResumeSource:
         return ResumeSource(self.settings, self.context, self.peers, non_persistent, self.memory)
+
+    def _newest(self) -> StoragePath:
+        """Return the newest checkpoint of this run, after committing an asynchronous save."""
+        self.finish()
+        return self.directory / commit.iteration_directory(self.last_committed or 0)
 
     @_collective("writing a model")
     def export_model(self, directory: Path) -> None:
@@ -213,7 +296,7 @@ class Checkpointer:
             began_with is None or (kind != "NullTokenizer" and model != began_with)
         )
         written = write_collectively(
-            self._saver.newest(),
+            self._newest(),
             directory,
             companion=None if began_with is None else Path(began_with),
             make_tokenizer=(lambda: build_tokenizer(Namespace(**args))) if is_own else None,
@@ -231,196 +314,77 @@ class Checkpointer:
     def export_adapters(self, directory: Path) -> None:
         """Write the adapters of this run's newest checkpoint as a PEFT directory."""
         write_adapters_collectively(
-            self._saver.newest(), directory, base=self.settings.load_hf, peers=self.peers
+            self._newest(), directory, base=self.settings.load_hf, peers=self.peers
         )
         print_once(self.peers, f"  successfully wrote the adapters to {directory}")
 
 
-class ResumeSource:
-    """Finds and loads the initial state of a run. Every method is a collective."""
+def apply_retention(
+    directory: StoragePath,
+    newest: int,
+    settings: CheckpointSettings,
+    *,
+    peers: ControlGroup,
+) -> None:
+    """Verify checkpoint `newest` from the disk, then delete older checkpoints by the rules.
 
-    def __init__(
-        self,
-        settings: CheckpointSettings,
-        context: CheckpointContext,
-        peers: ControlGroup,
-        non_persistent: NonPersistentCheckpoints | None = None,
-        memory: MemoryCheckpoints | None = None,
-    ) -> None:
-        self.settings, self.context, self.peers = settings, context, peers
-        self.non_persistent, self.memory = non_persistent, memory
-        self.restorer = Restorer(settings, context, peers)
+    Collective: each rank verifies a share of the files. If the newest checkpoint is damaged,
+    nothing is deleted and every rank raises.
+    """
+    doomed = _checkpoints_to_delete(directory, newest, settings) if peers.rank == 0 else None
+    doomed = peers.broadcast(doomed)
+    if not doomed:
+        return
+    path = directory / commit.iteration_directory(newest)
 
-    def load(self) -> Restored | None:
-        """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
-        `--pretrained-checkpoint`.
+    def verify() -> None:
+        names = sorted(commit.open_checkpoint(path).files)[peers.rank :: peers.size]
+        if problems := verify_checkpoint(path, names=names).problems:
+            raise problems[0]
 
-        Returns:
-            None if there is nothing to load: the directory of `--load` is missing, empty, or the
-            run's own directory before its first save.
-        Raises:
-            CheckpointError: the checkpoint is unusable; on every rank.
-        """
-        settings = self.settings
-        base = self._load_base() if self.context.weights == "adapters" else None
-        if settings.load is not None:
-            restored = self._load_from(
-                storage_path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
-            )
-            if restored is not None:
-                return restored
-        elif self.memory is not None and self.memory.newest_iteration >= 0:
-            return self.memory.load()
-        if base is not None:
-            set_magnitudes(self.context.model)
-            if settings.load_adapter is not None and settings.load_hf is not None:
-                load_adapters_collectively(
-                    Path(settings.load_adapter), Path(settings.load_hf), self.context, self.peers
-                )
-                print_once(
-                    self.peers, f"  successfully loaded adapters from {settings.load_adapter}"
-                )
-            apply_optimizer(self.context, {}, was_loaded=False)
-            return base
-        if settings.load_hf is not None:
-            return self._load_model(Path(settings.load_hf))
-        if settings.pretrained_checkpoint is not None:
-            restored = self._load_from(
-                storage_path(settings.pretrained_checkpoint), None, is_finetuning=True
-            )
-            if restored is None:
-                raise missing_pretrained(settings.pretrained_checkpoint)
-            return restored
-        if settings.load is not None:
-            if settings.exit_on_missing_checkpoint:
-                raise missing(settings.load)
-            print_once(
-                self.peers,
-                f"WARNING: {settings.load} contains no checkpoint yet: starting from random weights"
-                " (--exit-on-missing-checkpoint makes this an error)",
-            )
-        return None
-
-    def load_newest(self, not_after: int, *, last_saved: int | None) -> Restored | None:
-        """Load the newest state of the run itself, without the flags for the first load.
-
-        Args:
-            not_after: the latest iteration of --load that may be loaded.
-            last_saved: iteration of the newest checkpoint of this run in --save, if there is one.
-        Returns:
-            None if there is no saved state.
-        """
-        settings = self.settings
-        own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
-        self.restorer = Restorer(own, self.context, self.peers)
-        if self.memory is not None:
-            self.memory.find_newest()
-        # A directory may contain later iterations if --ckpt-step has loaded an earlier one.
-        places: list[tuple[str, int | None, int]] = []
-        if last_saved is not None and settings.save is not None:
-            places.append((settings.save, None, last_saved))
-        if settings.load is not None and not settings.finetune:
-            places.append((settings.load, settings.ckpt_step, not_after))
-        for directory, ckpt_step, newest in places:
-            restored = self._load_from(
-                storage_path(directory), ckpt_step, is_finetuning=False, not_after=newest
-            )
-            if restored is not None:
-                return restored
-        if self.memory is not None and self.memory.newest_iteration >= 0:
-            return self.memory.load()
-        return self._load_non_persistent(-1)
-
-    def _load_base(self) -> Restored | None:
-        """Load the frozen weights that the adapters are added to."""
-        context = dataclasses.replace(self.context, weights="base", optimizer=None, scheduler=None)
-        settings = dataclasses.replace(self.settings, load=None, save=None)
-        return ResumeSource(settings, context, self.peers).load()
-
-    def _load_from(
-        self,
-        directory: StoragePath,
-        ckpt_step: int | None,
-        *,
-        is_finetuning: bool,
-        not_after: int | None = None,
-    ) -> Restored | None:
-        selection = self._select(directory, ckpt_step)
-        if not_after is not None:
-            selection.candidates = [
-                found
-                for found in selection.candidates
-                if not isinstance(found.iteration, int) or found.iteration <= not_after
-            ]
-        for note in selection.notes:
-            print_once(self.peers, note)
-        in_memory = -1 if self.memory is None else self.memory.newest_iteration
-        is_newest_wanted = ckpt_step is None and not is_finetuning and not selection.is_set_back
-        if is_newest_wanted or in_memory >= 0:
-            newest = selection.candidates[0].iteration if selection.candidates else -1
-            newest = newest if isinstance(newest, int) else -1
-            restored = self._load_non_persistent(max(newest, in_memory))
-            if restored is not None:
-                return restored
-            if self.memory is not None and in_memory >= 0 and in_memory >= newest:
-                return self.memory.load()
-        problems: list[CheckpointError] = []
-        for found in selection.candidates:
-            try:
-                contents = open_any(found.path, peers=self.peers)
-                restored = self.restorer.restore(contents, is_finetuning=is_finetuning)
-            except DamagedCheckpointError as error:
-                # All ranks raise the same error, so all continue with the same next candidate.
-                print_once(self.peers, f"{found.path} cannot be used:\n{error}")
-                problems.append(error)
-                continue
-            what = "weights" if is_finetuning else "checkpoint"
-            why = " (newer ones are damaged)" if problems else ""
-            print_once(
-                self.peers,
-                f"  successfully loaded {what} from {found.path} at iteration "
-                f"{contents.common_state().get('iteration', 0)}{why}",
-            )
-            return restored
-        if problems:
-            raise no_intact_checkpoint(directory, problems)
-        return None
-
-    def _load_model(self, directory: Path) -> Restored:
-        """Load the weights of a Hugging Face model."""
-        restored = self.restorer.restore(
-            open_collectively(directory, self.peers), is_finetuning=True
+    run_collectively(peers, f"verifying {path}", verify)
+    rules = {
+        "--save-retain-interval": settings.save_retain_interval,
+        "--most-recent-k": settings.most_recent_k,
+    }
+    why = " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
+    for found in doomed:
+        run_on_coordinator(
+            peers,
+            functools.partial(commit.remove_checkpoint, found, _RUN),
+            doing="deleting",
+            path=found.path,
         )
-        print_once(self.peers, f"  successfully loaded weights from {directory}")
-        if self.peers.rank == 0:
-            dtype = next(self.context.model[0].parameters()).dtype
-            if note := note_on_precision(directory, dtype):
-                print_once(self.peers, note)
-        return restored
+        print_once(peers, f"  deleted {found.path} ({why})")
 
-    def _select(self, directory: StoragePath, ckpt_step: int | None) -> Selection:
-        """Select checkpoints on the coordinator, and broadcast the selection."""
-        return run_on_coordinator(
-            self.peers,
-            lambda: select_checkpoints(directory, ckpt_step, save=self.settings.save),
-            doing="reading",
-            path=directory,
-        )
 
-    def _load_non_persistent(self, newest_kept: int) -> Restored | None:
-        """Load the non-persistent checkpoint if its iteration is later than `newest_kept`."""
-        if self.non_persistent is None:
-            return None
-        try:
-            restored = self.non_persistent.load_newer(newest_kept, self.restorer)
-        except DamagedCheckpointError as error:
-            print_once(self.peers, f"the non-persistent checkpoint cannot be used:\n{error}")
-            return None
-        if restored is not None:
-            print_once(
-                self.peers,
-                "  successfully loaded the non-persistent checkpoint of iteration "
-                f"{restored.train_state.iteration}; the newest in {self.settings.load} is "
-                f"{newest_kept if newest_kept >= 0 else 'none'}",
-            )
-        return restored
+def _checkpoints_to_delete(
+    directory: StoragePath, newest: int, settings: CheckpointSettings
+) -> list[commit.FoundCheckpoint]:
+    """Return the checkpoints that are older than `newest` and kept by no rule.
+
+    Directories without a readable manifest are never deleted.
+    """
+    interval, most_recent = settings.save_retain_interval, settings.most_recent_k
+    if interval is None and most_recent is None:
+        return []
+    older = [
+        found
+        for found in commit.list_checkpoints(directory).checkpoints
+        if isinstance(found.iteration, int)
+        and found.iteration < newest
+        and _has_manifest(found.path)
+    ]
+    iterations = sorted({int(found.iteration) for found in older}, reverse=True)
+    kept = set(iterations[: (most_recent or 1) - 1])
+    if interval is not None:
+        kept |= {i for i in iterations if i % interval == 0}
+    return [found for found in older if found.iteration not in kept]
+
+
+def _has_manifest(path: StoragePath) -> bool:
+    try:
+        commit.open_checkpoint(path)
+    except (MegatronError, OSError):
+        return False
+    return True

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.collective import run_on_coordinator
-from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
+from megatron.core.transport.object_collectives import ControlGroup
 from megatron.hugging_face import (
     ModelContents,
     Written,
@@ -104,12 +102,9 @@ def load_adapters_collectively(
     Raises:
         CheckpointError: on all ranks, if one rank cannot read the adapters.
     """
-    problem: MegatronError | None = None
-    try:
+
+    def load() -> None:
         adapter = read_adapters(path, read_model_directory(base))
         load_adapters(adapter, list(context.model), context.groups)
-    except OSError as error:
-        problem = describe_os_error(error, path=str(path), doing="reading")
-    except MegatronError as error:
-        problem = error
-    raise_on_all_ranks(problem, peers)
+
+    run_collectively(peers, "reading", load, path)

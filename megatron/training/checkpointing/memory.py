@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import ControlGroup
-from megatron.training.checkpointing.non_persistent_local import own_group
+from megatron.training.checkpointing.non_persistent import own_group
 from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,

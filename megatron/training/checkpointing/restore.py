@@ -22,7 +22,6 @@ experts add up to 1, the first outputs equal the dense model's.
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ import torch
 
 from megatron.core.dist_checkpointing.collective import print_once
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.interop.contents import InteropContents, slice_of_stack
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.mapping import (
@@ -99,7 +98,8 @@ class Restorer:
             is_finetuning: load weights only, and begin at iteration 0.
         """
         settings = self.settings
-        is_upcycling = settings.moe_use_upcycling and is_dense(contents.manifest)
+        has_experts = any(EXPERTS in key for key in contents.manifest.tensors)
+        is_upcycling = settings.moe_use_upcycling and not has_experts
         is_finetuning = is_finetuning or is_upcycling
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
@@ -132,7 +132,10 @@ class Restorer:
             key_mapping=stored_key,
         )
         if isinstance(contents, InteropContents) and with_optimizer and has_optimizer:
-            complete_interop_state(self.context, loaded.state, template["optimizer"], contents)
+            state, scheduler = loaded.state, self.context.scheduler
+            contents.complete_optimizer(state["optimizer"], template["optimizer"])
+            if scheduler is not None and "opt_param_scheduler" not in state:
+                scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
         flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
         return self._apply(contents, loaded, **flags, is_finetuning=is_finetuning)
 
@@ -185,9 +188,7 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
         CheckpointError: moments are needed and cannot be read; on every rank, because all ranks
             have the same description.
     """
-    why = contents.no_optimizer
-    if why is None and not contents.has_optimizer:
-        why = "it contains no optimizer state"
+    why = contents.why_no_moments
     if needs_moments and why is not None:
         raise CheckpointError(
             f"{contents.directory}: {why}.",
@@ -197,20 +198,6 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
             " step 0",
         )
     return [f"{contents.directory} is a checkpoint of {contents.kind}", *contents.notes]
-
-
-def complete_interop_state(
-    context: CheckpointContext, state: dict[str, Any], template: object, contents: InteropContents
-) -> None:
-    """Add, in place, plain values that optimizer and schedule expect.
-
-    Args:
-        state: the loaded state of the run.
-        template: the declaration of the optimizer's state.
-    """
-    contents.complete_optimizer(state["optimizer"], template)
-    if context.scheduler is not None and "opt_param_scheduler" not in state:
-        context.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
 
 
 MAIN_WEIGHT_PREFIX = "optimizer.state.fp32_param."
@@ -339,11 +326,6 @@ NEW_PARTS = (".mlp.router.", ".mlp.shared_experts.")
 NORM, FUSED_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
 
 
-def is_dense(manifest: Manifest) -> bool:
-    """Whether a checkpoint has no experts."""
-    return not any(EXPERTS in key for key in manifest.tensors)
-
-
 def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedStateDict:
     """Return declarations that fill a model with experts from a dense checkpoint.
 
@@ -378,17 +360,5 @@ def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
         )
     if found.key not in manifest.tensors:
         found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
-    numbered = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", found.key)
-    if found.key not in manifest.tensors and numbered:
-        # A dense model stores equal layers as one stacked tensor.
-        key = numbered[1] + numbered[3]
-        if key in manifest.tensors:
-            found = replace(
-                found,
-                key=key,
-                global_shape=(manifest.tensors[key].shape[0], *found.global_shape),
-                global_offset=(int(numbered[2]), *found.global_offset),
-                axis_fragmentations=None,
-                prepend_axis_num=found.prepend_axis_num + 1,
-            )
+    found = slice_of_stack(found, manifest)
     return found if found.key in manifest.tensors else wanted

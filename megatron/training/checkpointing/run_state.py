@@ -62,18 +62,6 @@ def model_key(index: int, num_chunks: int) -> str:
     return "model" if num_chunks == 1 else f"model{index}"
 
 
-def declare_model(context: CheckpointContext) -> ShardedStateDict:
-    """Declare the weights that `context.weights` selects, for all chunks."""
-    declared = {}
-    for index, chunk in enumerate(context.model):
-        state = sharded_state_dict_of(chunk, pg_collection=context.groups)
-        if context.weights != "all":
-            wants_adapters = context.weights == "adapters"
-            state = {k: v for k, v in state.items() if is_of_adapter(k) == wants_adapters}
-        declared[model_key(index, len(context.model))] = state
-    return declared
-
-
 def declare_run(
     context: CheckpointContext,
     *,
@@ -81,8 +69,14 @@ def declare_run(
     with_rng: bool,
     is_loading: bool = False,
 ) -> ShardedStateDict:
-    """Declare weights, and optionally optimizer state and generator states."""
-    state = declare_model(context)
+    """Declare selected weights, and optionally optimizer state and generator states."""
+    state: ShardedStateDict = {}
+    for index, chunk in enumerate(context.model):
+        declared = sharded_state_dict_of(chunk, pg_collection=context.groups)
+        if context.weights != "all":
+            wants_adapters = context.weights == "adapters"
+            declared = {k: v for k, v in declared.items() if is_of_adapter(k) == wants_adapters}
+        state[model_key(index, len(context.model))] = declared
     if with_optimizer and context.optimizer is not None:
         state["optimizer"] = context.optimizer.sharded_state_dict(state, is_loading=is_loading)
     if with_rng:

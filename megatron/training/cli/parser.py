@@ -10,7 +10,8 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -224,19 +225,25 @@ def parse_command_line(
     from_yaml: dict[str, Any] = {}
     if command_line.get("yaml_cfg"):
         from_yaml = read_yaml(command_line["yaml_cfg"], problems)
-    preset = command_line.get("preset") or from_yaml.get("preset")
-    from_preset = _preset_values(preset, problems) if preset else {}
-    model_directory = command_line.get("load_hf") or from_yaml.get("load_hf")
-    if model_directory:
-        from_preset |= _model_values(model_directory, {**from_yaml, **command_line}, problems)
+    given, from_preset = {**from_yaml, **command_line}, dict[str, Any]()
+    with _collected(problems):
+        if given.get("preset"):
+            # Imported here: published models need torch, and converters safetensors.
+            from megatron.training.cli.preset import preset_values
+
+            from_preset = preset_values(given["preset"])
+    with _collected(problems):
+        if given.get("load_hf"):
+            from megatron.training.cli.hugging_face import adapter_values, model_values
+
+            from_model = model_values(given["load_hf"], given, problems)
+            from_preset |= from_model | adapter_values(given["load_hf"], given, problems)
     defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
     if "seq_length" in defaults and "max_position_embeddings" in from_preset:
-        longest = {**from_preset, **from_yaml, **command_line}["max_position_embeddings"]
+        longest = {**from_preset, **given}["max_position_embeddings"]
         defaults["seq_length"] = min(defaults["seq_length"], longest)
-    from_deepspeed, notes = _deepspeed_values(
-        deepspeed_reader, {**from_yaml, **command_line}, problems
-    )
-    asked = {**from_preset, **from_deepspeed, **from_yaml, **command_line}
+    from_deepspeed, notes = _deepspeed_values(deepspeed_reader, given, problems)
+    asked = {**from_preset, **from_deepspeed, **given}
     command = ParsedCommand(
         config=RunConfig.from_values({**defaults, **asked}),
         extra=extra,
@@ -246,6 +253,15 @@ def parse_command_line(
     if problems:
         raise UnreadableCommandError(problems, command)
     return command
+
+
+@contextmanager
+def _collected(problems: list[MegatronError]) -> Iterator[None]:
+    """Add an error of the block to `problems`."""
+    try:
+        yield
+    except MegatronError as problem:
+        problems.append(problem)
 
 
 def _read_words(
@@ -323,29 +339,6 @@ def _unknown_flags(unknown: Sequence[str]) -> list[MegatronError]:
             )
         )
     return problems
-
-
-def _preset_values(name: str, problems: list[MegatronError]) -> dict[str, Any]:
-    from megatron.training.cli.preset import preset_values
-
-    try:
-        return preset_values(name)
-    except MegatronError as problem:
-        problems.append(problem)
-        return {}
-
-
-def _model_values(
-    directory: str, given: Mapping[str, Any], problems: list[MegatronError]
-) -> dict[str, Any]:
-    from megatron.training.cli.hugging_face import adapter_values, model_values
-
-    try:
-        values = model_values(directory, given, problems)
-        return values | adapter_values(directory, given, problems)
-    except MegatronError as problem:
-        problems.append(problem)
-        return {}
 
 
 def _deepspeed_values(

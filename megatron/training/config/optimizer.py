@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.settings.flags import SettingsGroup, flag, required
-from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
-from megatron.core.transformer.config.precision import GraphConfig, PrecisionConfig, RecomputeConfig
+from megatron.core.transformer.config.precision import (
+    ActivationOffloadConfig,
+    GraphConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 
 _NO_OPTIMIZER = "use --optimizer muon"
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron.core.settings.batch_size_phases import (
-    Phases,
     parse_phases,
     samples_in_phases,
     steps_in_phases,
 )
-from megatron.training.config.batch import ScheduleSettings
-from megatron.training.config.resolved import DerivationLog
+from megatron.training.config.resolved import Draft
 
 
 def batch_size_at(consumed_samples: int, ramp: Sequence[int] | None, full_size: int) -> int:
@@ -53,38 +51,29 @@ def samples_for_steps(num_steps: int, ramp: Sequence[int] | None, full_size: int
     return consumed + (num_steps - steps) * full_size
 
 
-def resolve_batch(
-    asked: ScheduleSettings, seq_length: int | None, num_replicas: int, log: DerivationLog
-) -> ScheduleSettings:
-    micro, dp, found = asked.micro_batch_size, num_replicas, asked
-    phases = batch_size_phases(asked.step_batch_size_schedule, seq_length)
-    if found.global_batch_size is None and phases:
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=phases[-1][1]),
-            "last size of --step-batch-size-schedule",
-        )
-    if found.global_batch_size is None and micro:
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=micro * dp),
-            f"micro batch {micro} * {dp} replicas",
-        )
-    size, ramp = found.global_batch_size, found.rampup_batch_size
-    if found.decrease_batch_size_if_needed and size and micro and size >= micro * dp:
-        shared = size // (micro * dp) * micro * dp
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=shared),
-            f"{size} rounded down to a multiple of {micro * dp}",
-        )
-        size = shared
-    found = replace(found, is_sample_based=found.train_samples is not None)
-    if not size or size <= 0:
-        return found
-    if ramp is not None and (min(ramp) <= 0 or ramp[0] > size):
-        return found
-    iters, samples = found.train_iters, found.train_samples
+def resolve_batch(draft: Draft) -> None:
+    """Derive the batch size, and the length of the run in steps and in samples."""
+    asked, seq_length = draft.run.schedule, draft.run.model.seq_length
+    phases = None
+    if asked.step_batch_size_schedule is not None and seq_length:
+        with contextlib.suppress(ValueError):  # a rule reports it
+            phases = parse_phases(asked.step_batch_size_schedule, seq_length)
+    micro, dp = asked.micro_batch_size, draft.run.topology.data_parallel_size
+    size, ramp = asked.global_batch_size, asked.rampup_batch_size
+    if size is None and phases:
+        size = phases[-1][1]
+        draft.set("last size of --step-batch-size-schedule", global_batch_size=size)
+    if size is None and micro:
+        size = micro * dp
+        draft.set(f"micro batch {micro} * {dp} replicas", global_batch_size=size)
+    if asked.decrease_batch_size_if_needed and size and micro and size >= micro * dp:
+        formula = f"{size} rounded down to a multiple of {micro * dp}"
+        size = size // (micro * dp) * micro * dp
+        draft.set(formula, global_batch_size=size)
+    draft.set(is_sample_based=asked.train_samples is not None)
+    if not size or size <= 0 or (ramp is not None and (min(ramp) <= 0 or ramp[0] > size)):
+        return
+    iters, samples = asked.train_iters, asked.train_samples
     sizes = f"{size} samples"
     if phases:
         sizes = "the sizes of --step-batch-size-schedule"
@@ -94,31 +83,17 @@ def resolve_batch(
         iters = (
             steps_in_phases(samples, phases) if phases else steps_for_samples(samples, ramp, size)
         )
-        formula = f"{samples} samples in steps of {sizes}"
+        draft.set(f"{samples} samples in steps of {sizes}", train_iters=iters)
     elif samples is None and iters is not None:
         samples = (
             samples_in_phases(iters, phases) if phases else samples_for_steps(iters, ramp, size)
         )
-        formula = f"{iters} steps of {sizes}"
-    else:
-        return found
-    return log.derived(found, replace(found, train_iters=iters, train_samples=samples), formula)
+        draft.set(f"{iters} steps of {sizes}", train_samples=samples)
 
 
-def batch_size_phases(text: str | None, seq_length: int | None) -> Phases | None:
-    """Return the phases of --step-batch-size-schedule; None if it is missing or invalid."""
-    if text is None or not seq_length:
-        return None
-    try:
-        return parse_phases(text, seq_length)
-    except ValueError:
-        return None
-
-
-def resolve_lengths(
-    asked: ScheduleSettings, weight_decay_style: str, log: DerivationLog
-) -> ScheduleSettings:
+def resolve_lengths(draft: Draft) -> None:
     """Convert the lengths of schedules to samples, so that batch size ramps do not distort them."""
+    asked = draft.run.schedule
     size = asked.global_batch_size or 0
     if asked.is_sample_based:
         decay = asked.lr_decay_samples or asked.train_samples or 0
@@ -129,14 +104,14 @@ def resolve_lengths(
         warmup = asked.lr_warmup_iters * size
         wsd = asked.lr_wsd_decay_iters * size if asked.lr_wsd_decay_iters is not None else None
         unit = f"steps * {size} samples"
-    log.note("lr_decay_steps", decay, f"decay length in samples, from {unit}")
+    draft.note("lr_decay_steps", decay, f"decay length in samples, from {unit}")
     if asked.lr_warmup_fraction is not None:
         warmup = int(asked.lr_warmup_fraction * decay)
-        log.note("lr_warmup_steps", warmup, f"{asked.lr_warmup_fraction} of the decay length")
-    return replace(
-        asked,
+        draft.note("lr_warmup_steps", warmup, f"{asked.lr_warmup_fraction} of the decay length")
+    style = draft.run.optimizer.weight_decay_incr_style
+    draft.set(
         lr_decay_steps=decay,
         lr_warmup_steps=warmup,
         wsd_decay_steps=wsd,
-        wd_incr_steps=(asked.train_samples or 0) if weight_decay_style != "constant" else 0,
+        wd_incr_steps=(asked.train_samples or 0) if style != "constant" else 0,
     )

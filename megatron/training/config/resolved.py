@@ -8,7 +8,7 @@ import functools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from megatron.core.models.model_settings import ModelSettings
 from megatron.core.settings.flags import arg_name, derived_args, flag_specs
@@ -173,30 +173,39 @@ _COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples",
 """Counters that a script keeps in its `args`; they are not settings."""
 
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+@functools.cache
+def _fields() -> dict[str, tuple[str, str]]:
+    """Return field -> (its group, its name on `get_args()`); no two groups share a field."""
+    return {
+        each.name: (group, arg_name(each))
+        for group, group_class in GROUP_CLASSES.items()
+        for each in dataclasses.fields(group_class)
+    }
 
-GroupT = TypeVar("GroupT", bound="DataclassInstance")
 
+class Draft:
+    """A run while its settings are derived."""
 
-class DerivationLog:
-    """The values derived so far; `is_of_training` marks the next ones."""
-
-    def __init__(self) -> None:
+    def __init__(self, run: ResolvedRun) -> None:
+        self.run = run
         self.derivations: list[Derivation] = []
         self.is_of_training = False
+        """Property of the next derived values."""
 
     def note(self, name: str, value: Any, formula: str) -> None:
         """Record a derived value."""
         self.derivations.append(Derivation(name, value, formula, self.is_of_training))
 
-    def derived(self, before: GroupT, after: GroupT, formula: str) -> GroupT:
-        """Record the fields that differ between two states of a group; return `after`."""
-        for each in dataclasses.fields(before):
-            value = getattr(after, each.name)
-            if getattr(before, each.name) != value:
-                self.note(arg_name(each), value, formula)
-        return after
+    def set(self, formula: str = "", **values: Any) -> None:
+        """Set fields of any groups, and record values that are new if there is a formula."""
+        for name, value in values.items():
+            group, arg = _fields()[name]
+            settings = getattr(self.run, group)
+            if getattr(settings, name) != value:
+                changed = {group: replace(settings, **{name: value})}
+                self.run = replace(self.run, **changed)
+                if formula:
+                    self.note(arg, value, formula)
 
 
 @dataclass(frozen=True)

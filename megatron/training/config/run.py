@@ -89,23 +89,8 @@ class RunConfig:
 
 
 GROUP_CLASSES: dict[str, type] = {
-    "model": ModelSettings,
-    "latent_attention": LatentAttentionSettings,
-    "experts": ExpertSettings,
-    "encoders": EncoderSettings,
-    "vision": VisionSettings,
-    "lora": LoraSettings,
-    "parallelism": ParallelismSettings,
-    "ddp": DataParallelSettings,
-    "schedule": ScheduleSettings,
-    "optimizer": OptimizerSettings,
-    "precision": PrecisionSettings,
-    "data": DataSettings,
-    "tokenizer": TokenizerSettings,
-    "checkpoint": CheckpointSettings,
-    "logging": LoggingSettings,
-    "launch": LaunchSettings,
-    "inert": InertSettings,
+    group.name: group.default_factory  # type: ignore[misc]
+    for group in dataclasses.fields(RunConfig)
 }
 """Attribute of `RunConfig` -> its dataclass."""
 

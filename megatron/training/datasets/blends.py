@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
@@ -29,15 +32,18 @@ def gpt_dataset_class(data: DataSettings) -> type[MegatronDataset]:
 def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
     data = run.data
-    kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
-    if fill_in_middle:
-        kind = GPTFIMDatasetConfig
+    kind = GPTFIMDatasetConfig if data.fim_data else GPTDatasetConfig
+    settings = _common_settings(run, tokenizer, kind)
+    if data.fim_data:
+        settings["fim_extra_tokens"] = {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        }
     return kind(
-        **fill_in_middle,
-        **_common_settings(run, tokenizer),
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
+        **settings,
         create_attention_mask=False,
         document_starts=data.reset_attention_mask,
         vocab_size=run.model.unpadded_vocab_size,
@@ -47,49 +53,27 @@ def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDataset
 def masked_dataset_settings(run: ResolvedRun, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Return the settings of a `MaskedWordPieceDatasetConfig` from the data flags."""
     return {
-        **_common_settings(run, tokenizer),
+        **_common_settings(run, tokenizer, MaskedWordPieceDatasetConfig),
         "masking_probability": run.encoders.mask_prob,
         "short_sequence_probability": run.encoders.short_seq_prob,
         "vocab_size": run.model.unpadded_vocab_size,
     }
 
 
-def _common_settings(run: ResolvedRun, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return the settings of a `BlendedMegatronDatasetConfig`."""
+def _common_settings(
+    run: ResolvedRun, tokenizer: TextTokenizer, kind: type[BlendedMegatronDatasetConfig]
+) -> dict[str, Any]:
+    """Return the settings that data flags, under the same or other names, give to a config."""
     data, topology = run.data, run.topology
+    names = {field.name for field in fields(kind)} & {field.name for field in fields(data)}
     return {
+        **{name: getattr(data, name) for name in names - {"split"}},
         "random_seed": run.schedule.seed,
         "sequence_length": run.model.seq_length,
         **blends_of(data),
-        "multiple_validation_sets": data.multiple_validation_sets,
-        "num_dataset_builder_threads": data.num_dataset_builder_threads,
         "path_to_cache": data.data_cache_path,
-        "mmap_bin_files": data.mmap_bin_files,
-        "object_storage_cache_path": data.object_storage_cache_path,
         "tokenizer": tokenizer,
-        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
-        "sample_order": data.sample_order,
         "builder": (topology.rank, topology.world_size),
-    }
-
-
-def _fill_in_middle(data: DataSettings) -> dict[str, Any]:
-    """Return the settings that only `GPTFIMDatasetConfig` has; {} without --fim-data."""
-    if not data.fim_data:
-        return {}
-    return {
-        "fim_rate": data.fim_rate,
-        "fim_spm_rate": data.fim_spm_rate,
-        "fim_split_sample": data.fim_split_sample,
-        "fim_fragment_rate": data.fim_fragment_rate,
-        "fim_no_prefix": data.fim_no_prefix,
-        "fim_extra_tokens": {
-            "prefix": data.fim_prefix_token,
-            "middle": data.fim_middle_token,
-            "suffix": data.fim_suffix_token,
-            "pad": data.fim_pad_token,
-            "eod": data.fim_eod_token,
-        },
     }
 
 

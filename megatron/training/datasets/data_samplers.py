@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -16,48 +17,9 @@ from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError, DataError
 
 
+@dataclass(eq=False)
 class PretrainingSampler(ABC):
-    """Base class that checks sizes.
-
-    `stride` is the number of samples in one micro batch of all ranks.
-    """
-
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-    ) -> None:
-        if total_samples <= 0:
-            raise DataError(
-                f"a dataset of {total_samples} samples.",
-                rule="a dataset has at least one sample",
-                flags=["--data-path", "--split"],
-                fix="give this split more documents or a shorter --seq-length",
-            )
-        if micro_batch_size <= 0 or not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(
-                f"micro batch size {micro_batch_size}, data-parallel rank {data_parallel_rank} "
-                f"of {data_parallel_size}.",
-                rule="sizes above zero, and a rank below the size",
-                flags=["--micro-batch-size"],
-            )
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.stride = micro_batch_size * data_parallel_size
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield the sample numbers of one micro batch after the other."""
-
-
-class MegatronPretrainingSampler(PretrainingSampler):
-    """`single`: samples in order; rank r takes the r-th slice of each micro batch of all ranks.
+    """The micro batches of one rank, as lists of sample numbers.
 
     Args:
         total_samples: samples of the dataset.
@@ -65,31 +27,58 @@ class MegatronPretrainingSampler(PretrainingSampler):
         micro_batch_size: samples of one rank in one micro batch.
         data_parallel_rank: this rank.
         data_parallel_size: number of ranks.
+    Raises:
+        DataError, ConfigError: an empty dataset, or a size that is not positive.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        rank, num_ranks = self.data_parallel_rank, self.data_parallel_size
+        if self.total_samples <= 0:
+            raise DataError(
+                f"a dataset of {self.total_samples} samples.",
+                rule="a dataset has at least one sample",
+                flags=["--data-path", "--split"],
+                fix="give this split more documents or a shorter --seq-length",
+            )
+        if self.micro_batch_size <= 0 or not 0 <= rank < num_ranks:
+            raise ConfigError(
+                f"micro batch size {self.micro_batch_size}, data-parallel rank {rank} "
+                f"of {num_ranks}.",
+                rule="sizes above zero, and a rank below the size",
+                flags=["--micro-batch-size"],
+            )
+        self.stride = self.micro_batch_size * num_ranks
+        """Samples in one micro batch of all ranks."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Yield the sample numbers of one micro batch after the other."""
+
+
+@dataclass(eq=False)
+class MegatronPretrainingSampler(PretrainingSampler):
+    """`single`: samples in order; rank r takes the r-th slice of each micro batch of all ranks.
+
+    Args:
         drop_last: leave out a last micro batch that is not full on all ranks. False fills it with
             None, for which datasets return a sample without loss, so that all ranks have the same
             number of steps.
     """
 
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(
-            total_samples,
-            consumed_samples,
-            micro_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        )
-        self.drop_last = drop_last
-        if consumed_samples >= total_samples:
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.consumed_samples >= self.total_samples:
             raise DataError(
-                f"{consumed_samples} samples were consumed of a dataset of {total_samples}.",
+                f"{self.consumed_samples} samples were consumed of a dataset of "
+                f"{self.total_samples}.",
                 rule="a run in order ends with its dataset",
                 flags=["--train-iters", "--train-samples", "--dataloader-type"],
                 fix="build the dataset for the remaining samples, or use --dataloader-type cyclic",
@@ -101,7 +90,6 @@ class MegatronPretrainingSampler(PretrainingSampler):
         return left // self.stride if self.drop_last else -(-left // self.stride)
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield the sample numbers of one micro batch after the other."""
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
         for micro_batch in range(len(self)):
             begin = first + micro_batch * self.stride
@@ -118,7 +106,6 @@ class CyclicSampler(PretrainingSampler):
     """
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield the sample numbers of one micro batch after the other."""
         epoch, order = -1, KeyedPermutation(self.total_samples)
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
         for begin in itertools.count(first, self.stride):
@@ -139,11 +126,6 @@ class MegatronPretrainingRandomSampler(PretrainingSampler):
 
     Args:
         dataset: not used; Megatron's signature has it.
-        total_samples: samples of the dataset.
-        consumed_samples: samples of all ranks and epochs before the first micro batch.
-        micro_batch_size: samples of one rank in one micro batch.
-        data_parallel_rank: this rank.
-        data_parallel_size: number of ranks.
         data_sharding: True gives each rank its own contiguous part of the dataset and shuffles
             the part; False shuffles the dataset and gives each rank every `data_parallel_size`-th
             sample.
@@ -192,7 +174,6 @@ class MegatronPretrainingRandomSampler(PretrainingSampler):
             )
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield the sample numbers of one micro batch after the other."""
         epoch, begun = divmod(self.consumed_samples, self.samples_per_epoch)
         while True:
             order = self._order_of(epoch, begun)

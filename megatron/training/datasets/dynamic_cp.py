@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.packing import BalancedBatch, WorkOf, balance
-from megatron.training.run.context import BatchPlan
+from megatron.training.run.state import BatchPlan
 
 _KEPT = 8
 """Global batches whose packing is cached."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.core.datasets.images.image_texts import ImageTexts, JsonLines, MockImageTexts
 from megatron.core.datasets.images.patches import PatchShape
 from megatron.core.datasets.images.vision_text_dataset import VisionTextConfig, VisionTextDataset
-from megatron.core.datasets.order.index_building import split_boundaries
+from megatron.core.datasets.order.index_building import split_boundaries, split_bounds
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate, find_chat_template
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError
@@ -97,12 +97,8 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
             flags=["--split"],
             fix="add --split 99,1,0",
         )
-    count = len(whole)
-    return [
-        None if share is None or round(share[1] * count) <= round(share[0] * count)
-        else (whole, range(round(share[0] * count), round(share[1] * count)))
-        for share in split_boundaries(split)
-    ]  # fmt: skip
+    parts = [None if s is None else split_bounds(s, len(whole)) for s in split_boundaries(split)]
+    return [(whole, part) if part else None for part in parts]
 
 
 def _template(run: ResolvedRun) -> ChatTemplate | None:

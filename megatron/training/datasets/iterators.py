@@ -8,9 +8,9 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.datasets.blended_dataset import lines_of, shares_of
 from megatron.core.foundation.errors import ConfigError, shown
@@ -34,16 +34,12 @@ from megatron.training.run.state import TrainState
 DatasetProvider = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class SampleCounts:
+class SampleCounts(NamedTuple):
     """Number of samples that the run needs from each split; None is the whole split once."""
 
     train: int
     valid: int | None
     test: int
-
-    def __iter__(self) -> Iterator[int | None]:
-        return iter((self.train, self.valid, self.test))
 
 
 def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:

@@ -13,15 +13,15 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.collate import collate as collate_with
 from torch.utils.data._utils.collate import default_collate_fn_map
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import ConfigError, MegatronError, WorkerLostError
@@ -49,11 +49,11 @@ def collate_in_memory(samples: Sequence[object]) -> Any:
 
     Each [...] of the samples becomes [b, ...].
     """
-    return collate_with(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stack})
 
+    def stack(tensors: Sequence[Tensor], **_: object) -> Tensor:
+        return torch.stack(list(tensors))
 
-def _stack(tensors: Sequence[Tensor], **_: object) -> Tensor:
-    return torch.stack(list(tensors))
+    return collate_with(samples, collate_fn_map={**default_collate_fn_map, Tensor: stack})
 
 
 def build_pretraining_data_loader(
@@ -138,7 +138,6 @@ class PretrainingDataLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield batches."""
         killed_before = num_killed_for_memory()
         with stop_signals_blocked():
             batches = super().__iter__()
@@ -156,8 +155,8 @@ class PretrainingDataLoader(DataLoader[Any]):
                 problem = _worker_death(error, workers, killed_before)
                 if problem is None:
                     raise
-            if isinstance(batch, _FromWorker):
-                problem = batch.error
+            if isinstance(batch, MegatronError):
+                problem = batch
             if problem is not None:
                 # End the workers now: the error references this frame, which would keep them
                 # alive. This also avoids a reference circle between the error and the frame.
@@ -166,11 +165,12 @@ class PretrainingDataLoader(DataLoader[Any]):
                     raise problem
                 finally:
                     del problem
-            yield batch.unpack() if isinstance(batch, _FromWorker) else batch
+            yield batch
 
 
 def _begin_work(_number: int) -> None:
     """Set up a new worker: it ends with the training process and ignores signals to the run."""
+    ForkingPickler.register(Tensor, _reduced)
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -240,64 +240,23 @@ class _MicroBatches(Dataset[Any]):
         try:
             batch = self.collate([self.dataset[number] for number in numbers])
         except MegatronError as error:
-            return _FromWorker(error=error)
-        return batch if get_worker_info() is None else _FromWorker(batch)
+            return error
+        return batch
 
 
 def _unchanged(batch: Any) -> Any:
     return batch
 
 
-class _FromWorker:
-    """A batch or an error, sent by a worker. Tensors become arrays, which are sent through a pipe.
+def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Send a tensor of a worker through its pipe, as an array.
 
     torch would send each tensor as a file in /dev/shm. A worker that is killed before it unlinks
     the file leaves it there, and in containers /dev/shm often has only 64 MB.
     """
-
-    def __init__(self, batch: Any = None, error: MegatronError | None = None) -> None:
-        self._batch = _map_leaves(_as_array, batch)
-        self.error = error
-
-    def unpack(self) -> Any:
-        """Return the batch, with tensors."""
-        return _map_leaves(_as_tensor, self._batch)
-
-    def pin_memory(self, *_device: Any) -> Any:
-        """Return the batch in page-locked memory: torch's pinning thread calls this."""
-        return self if self.error is not None else pin_memory(self.unpack())
-
-
-def _as_array(leaf: Any) -> Any:
-    # numpy has no bfloat16; torch sends such tensors.
-    is_plain = isinstance(leaf, Tensor) and leaf.dtype in _NUMPY_DTYPES
-    return _Array(leaf.numpy()) if is_plain else leaf
-
-
-def _as_tensor(leaf: Any) -> Any:
-    return torch.from_numpy(leaf.values) if isinstance(leaf, _Array) else leaf
-
-
-class _Array:
-    """An array to convert back to a tensor, unlike other arrays in a batch."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-
-
-_NUMPY_DTYPES = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-     torch.float16, torch.float32, torch.float64)
-)  # fmt: skip
-
-
-def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `change` to the leaves of nested dicts, lists and tuples."""
-    if isinstance(tree, dict):
-        return {key: _map_leaves(change, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_map_leaves(change, value) for value in tree)
-    return change(tree)
+    if tensor.dtype is torch.bfloat16:  # numpy has none
+        return reduce_tensor(tensor)
+    return torch.from_numpy, (tensor.numpy(),)
 
 
 def _worker_death(

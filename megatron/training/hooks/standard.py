@@ -46,7 +46,8 @@ from megatron.training.hooks.stop import (
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.metrics.prediction import StepPrediction
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
+from megatron.training.run.state import BatchPlan
 
 
 class StandardHooks(Hooks):

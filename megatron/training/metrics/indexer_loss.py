@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.core.transformer.indexer_loss import indexer_losses
+from megatron.core.transformer.indexer import indexer_losses
 from megatron.core.transport.object_collectives import all_gather_object
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ class TrainingLine:
     mfu: float | None = None
     """Share of the device's peak."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
-    """Part of `time_account.PARTS` -> share of the time since the last line, mean of all ranks."""
+    """Part of `hooks.times.PARTS` -> share of the time since the last line, mean of all ranks."""
     prediction: StepPrediction | None = None
 
 

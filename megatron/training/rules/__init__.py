@@ -20,11 +20,9 @@ from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, flags_by_spelling
 from megatron.training.launch.rank_info import read_machine
 from megatron.training.rules import (  # noqa: F401
-    architectures,
     batch,
     data,
     model,
-    optimizer,
     parallelism,
     run_control,
 )

@@ -30,7 +30,6 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--global-batch-size {size} cannot be split into micro batches of"
             f" {run.schedule.micro_batch_size} on {run.topology.data_parallel_size} replicas.",
             f"it is a multiple of micro batch * replicas = {step}",
-            "--global-batch-size",
             "--micro-batch-size",
             fix=f"use --global-batch-size {near}",
         )
@@ -54,7 +53,6 @@ def replicas_share_the_batch_of_an_evaluation(run: ResolvedRun) -> Iterator[Mega
             f" {run.topology.data_parallel_size} replicas.",
             f"it is a multiple of micro batch * replicas = {step}; the defaults are the batch"
             " sizes of training",
-            "--eval-global-batch-size",
             "--eval-micro-batch-size",
             fix=f"use --eval-global-batch-size {max(round(size / step), 1) * step}",
         )
@@ -106,8 +104,6 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--rampup-batch-size {start} {increment} {samples} with --global-batch-size {size}.",
             "the batch grows from the first number in steps of the second to exactly the global"
             " batch size",
-            "--rampup-batch-size",
-            "--global-batch-size",
             fix=f"use --rampup-batch-size {step} {step} {samples}",
         )
         return
@@ -120,7 +116,6 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
             f" {run.topology.data_parallel_size}"
             " replicas.",
             f"start and increment are multiples of micro batch * replicas = {step}",
-            "--rampup-batch-size",
             "--micro-batch-size",
             fix=f"use --rampup-batch-size {step} {step} {samples}",
         )
@@ -143,7 +138,6 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
         yield problem(
             f"{flag} {text!r} {reason}.",
             "pairs TOKENS:SIZE in ascending order, beginning with 0 tokens",
-            flag,
             fix=f'use {flag} "0:{max(step, 1)}"',
         )
         return
@@ -151,8 +145,6 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
         yield problem(
             f"{flag} {text!r} with --global-batch-size {run.config.schedule.global_batch_size}.",
             "the last size is the global batch size",
-            flag,
-            "--global-batch-size",
             fix=f"use --global-batch-size {phases[-1][1]}",
         )
     for _, size in phases if step else ():
@@ -161,7 +153,6 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
                 f"{flag} {text!r}: batches of {size} cannot be split into micro batches of"
                 f" {schedule.micro_batch_size} on {run.topology.data_parallel_size} replicas.",
                 f"every size is a multiple of micro batch * replicas = {step}",
-                flag,
                 "--micro-batch-size",
                 fix=f"use {max(size // step, 1) * step} for {size}",
             )
@@ -177,8 +168,6 @@ def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             "neither --train-iters nor --train-samples is given.",
             "a run has a length",
-            "--train-iters",
-            "--train-samples",
             fix="add --train-iters 1000",
         )
 
@@ -219,15 +208,11 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     lr, min_lr = optimizer.lr, optimizer.min_lr or 0.0
     trains = not asked.skip_train
     if lr is None and trains:
-        yield problem(
-            "--lr is not given.", "training needs a learning rate", "--lr", fix="add --lr 3e-4"
-        )
+        yield problem("--lr is not given.", "training needs a learning rate", fix="add --lr 3e-4")
     elif lr is not None and (lr < min_lr or min_lr < 0):
         yield problem(
             f"--lr {lr:g} with --min-lr {min_lr:g}.",
             "0 <= min-lr <= lr",
-            "--lr",
-            "--min-lr",
             fix=f"use --lr 3e-4 --min-lr {max(min(min_lr, 3e-5), 0):g}"
             if lr < 0
             else f"use --min-lr {lr / 10:g}",
@@ -236,18 +221,9 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--lr-warmup-init {asked.lr_warmup_init:g} with --lr {lr:g}.",
             "warm-up rises from its first rate to --lr",
-            "--lr-warmup-init",
             fix="use --lr-warmup-init 0",
         )
-    fraction = asked.lr_warmup_fraction
-    if fraction is not None and not 0 <= fraction <= 1:
-        yield problem(
-            f"--lr-warmup-fraction {fraction:g}.",
-            "it is a share between 0 and 1",
-            "--lr-warmup-fraction",
-            fix="use --lr-warmup-fraction 0.01",
-        )
-    elif (
+    if (
         trains
         and schedule.lr_decay_steps
         and schedule.lr_warmup_steps >= schedule.lr_decay_steps > 0
@@ -259,13 +235,6 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
             "--lr-warmup-iters",
             "--lr-decay-iters",
             fix="use a shorter warm-up or a longer decay",
-        )
-    if asked.lr_decay_style == "WSD" and schedule.wsd_decay_steps is None:
-        yield problem(
-            "--lr-decay-style WSD without the length of its decay phase.",
-            "the decay phase of warmup-stable-decay has a length",
-            "--lr-wsd-decay-iters",
-            fix="add --lr-wsd-decay-iters, about a tenth of --train-iters",
         )
 
 
@@ -283,7 +252,6 @@ def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
                 yield problem(
                     f"{flag} {given:g} with a constant weight decay.",
                     "only a changing weight decay has a start and an end",
-                    flag,
                     "--weight-decay-incr-style",
                     fix="use --weight-decay-incr-style linear",
                 )

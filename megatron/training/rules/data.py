@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.core.datasets.corpus.files import tokens_exist
@@ -52,7 +52,6 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--mock-data is given together with {(ways + per_split)[0]}.",
             "samples are synthetic or read",
-            "--mock-data",
             *ways,
             *per_split,
             fix="drop --mock-data",
@@ -61,7 +60,6 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             "--split is given although each split names its own corpora.",
             "--split cuts one blend",
-            "--split",
             *per_split,
             fix="drop --split",
         )
@@ -71,16 +69,18 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
 def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
     """Check that the files of all corpora and all settings files exist."""
     data = run.data
-    if run.encoders.traits.has_images:
-        return  # the rules of images check these files
     for flag, words in {"--data-path": data.data_path, **_per_split(data)}.items():
+        if run.encoders.traits.has_images:
+            rule = "a model that reads images is trained on files of JSON lines"
+            fix = "name a file; weights of files are not supported"
+            yield from _missing_files(dict.fromkeys(words or (), flag), rule, fix)
+            continue
         for prefix in _prefixes(words or []):
             if is_url(prefix):
                 if data.object_storage_cache_path is None:
                     yield problem(
                         f"{flag} {prefix} is in an object store.",
                         "its index and blocks are cached in a local directory",
-                        flag,
                         "--object-storage-cache-path",
                         fix="add --object-storage-cache-path DIRECTORY",
                     )
@@ -91,7 +91,6 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
                 yield problem(
                     f"{flag} has {len(words or [])} words, including the weight {prefix}.",
                     "no corpus has a weight, or each corpus has one: weight and prefix in turn",
-                    flag,
                     fix="give a weight for every corpus",
                 )
                 break
@@ -102,17 +101,19 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
                     flags=[flag],
                     fix=_nearest_prefix(prefix),
                 )
-    for flag, path in (
-        ("--data-args-path", data.data_args_path),
-        ("--per-split-data-args-path", data.per_split_data_args_path),
-    ):
-        if path and not Path(path).is_file():
-            yield MissingInputError(
-                f"{flag} {path}: no such file.",
-                rule="it names a file",
-                flags=[flag],
-                fix="check the path",
-            )
+    for flag in ("--data-args-path", "--per-split-data-args-path"):
+        if path := _blends(data)[flag]:
+            yield from _missing_files({str(path): flag})
+
+
+def _missing_files(
+    flags: Mapping[str, str], rule: str = "it names a file", fix: str = "check the path"
+) -> Iterator[MegatronError]:
+    """Yield an error for each path that is no file; `flags` are path -> flag."""
+    for path, flag in flags.items():
+        if not Path(path).is_file():
+            found = f"{flag} {path}: no such file."
+            yield MissingInputError(found, rule=rule, flags=[flag], fix=fix)
 
 
 def _prefixes(words: list[str]) -> list[str]:
@@ -156,7 +157,6 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--split {text!r}.",
             "it is up to three shares, of train, validation and test",
-            "--split",
             fix="use --split 969,30,1",
         )
 
@@ -177,7 +177,6 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"{flag} {schedule.phase_transition_iterations!r} with {schedule.train_iters} steps.",
             "ascending numbers of steps, separated by commas, all before the last step",
-            flag,
             fix=f"{flag} {max(1, (schedule.train_iters or 2) // 2)}",
         )
 
@@ -206,8 +205,6 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
             yield problem(
                 "neither --tokenizer-type nor --vocab-size is given.",
                 "the embedding has one row per token id",
-                "--tokenizer-type",
-                "--vocab-size",
                 fix="name the tokenizer of the corpus",
             )
         return
@@ -219,14 +216,7 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
             yield problem(
                 f"--tokenizer-type {kind} without {flag}.",
                 f"{kind} is built from {', '.join(needed)}",
-                "--tokenizer-type",
-                flag,
                 fix=f"add {flag}",
             )
-        elif is_file and not Path(str(value)).is_file():
-            yield MissingInputError(
-                f"{flag} {value}: no such file.",
-                rule="it names a file",
-                flags=[flag],
-                fix="check the path",
-            )
+        elif is_file:
+            yield from _missing_files({str(value): flag})

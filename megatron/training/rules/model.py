@@ -1,15 +1,18 @@
-"""Rules about the model's shape."""
+"""Rules about the model's shape, models with images, and T5."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.low_precision.hadamard import HADAMARD_SIZE as RUN
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.config.layer_kinds import hybrid_pattern
+from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
@@ -29,7 +32,6 @@ def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
             yield problem(
                 f"{flag} is not given.",
                 "it is a positive number without a default",
-                flag,
                 fix=f"add {flag} {REQUIRED[flag]}"
                 + (", or --preset NAME" if flag in ("--num-layers", "--hidden-size") else ""),
             )
@@ -57,31 +59,15 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
         config = run.transformer_config
     except ConfigError as error:
         yield from error.problems or (error,)
-        config = _StageFields(run)
+        config = SimpleNamespace(
+            **fields_of(ParallelismSettings, run.parallelism),
+            num_layers=run.model.num_layers,
+            mtp_num_layers=run.latent_attention.mtp_num_layers,
+        )
     try:
         pipeline_layout(config)
     except MegatronError as error:
         yield error
-
-
-class _StageFields:
-    """The settings of the stage layout, used if the model's config is invalid."""
-
-    def __init__(self, run: ResolvedRun) -> None:
-        self.num_layers = run.model.num_layers
-        self.pipeline_schedule = run.parallelism.pipeline_schedule
-        self.pipeline_model_parallel_size = run.parallelism.pipeline_model_parallel_size
-        self.virtual_pipeline_model_parallel_size = (
-            run.parallelism.virtual_pipeline_model_parallel_size
-        )
-        self.num_layers_in_first_pipeline_stage = run.parallelism.num_layers_in_first_pipeline_stage
-        self.num_layers_in_last_pipeline_stage = run.parallelism.num_layers_in_last_pipeline_stage
-        self.account_for_embedding_in_pipeline_split = (
-            run.parallelism.account_for_embedding_in_pipeline_split
-        )
-        self.account_for_loss_in_pipeline_split = run.parallelism.account_for_loss_in_pipeline_split
-        self.pipeline_model_parallel_layout = run.parallelism.pipeline_model_parallel_layout
-        self.mtp_num_layers = run.latent_attention.mtp_num_layers
 
 
 @rule
@@ -92,20 +78,6 @@ def the_spec_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
             imported_spec(run.model.spec)
     except ConfigError as error:
         yield error
-
-
-@rule
-def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that the position table covers the training sequence."""
-    longest, length = run.model.max_position_embeddings, run.model.seq_length
-    if longest is not None and length is not None and longest < length:
-        yield problem(
-            f"--max-position-embeddings {longest} is less than --seq-length {length}.",
-            "every position of a training sample has an embedding",
-            "--max-position-embeddings",
-            "--seq-length",
-            fix=f"use --max-position-embeddings {length}",
-        )
 
 
 @rule
@@ -124,7 +96,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--seq-length {length} cannot be split over context-parallel size {cp}.",
             "each context-parallel rank holds two equal chunks of the sequence",
-            "--seq-length",
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // pieces) * pieces}",
         )
@@ -132,8 +103,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--fp4-format with --seq-length {length} over context-parallel size {cp}.",
             f"a group of {RUN} tokens, which are transformed together, is on one rank",
-            "--fp4-format",
-            "--seq-length",
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // (pieces * RUN)) * pieces * RUN}",
         )
@@ -144,7 +113,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
             + (f" and context-parallel size {cp}." if cp > 1 else "."),
             "with --sequence-parallel each tensor-parallel rank holds an equal part of the"
             " sequence",
-            "--seq-length",
             "--sequence-parallel",
             fix=f"use --seq-length {-(-length // step) * step}",
         )
@@ -183,7 +151,6 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
         yield problem(
             f"--no-rope-freq gives {len(pattern)} layers for a model of {model.num_layers}.",
             "the pattern is one 0 or 1 per layer",
-            "--no-rope-freq",
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
         )
@@ -203,51 +170,99 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} channels"
             f" rotates {count} channels.",
             "channels rotate in pairs",
-            "--rotary-percent",
             "--kv-channels",
             fix=f"use --kv-channels {even} --rotary-percent 1",
         )
 
 
 @rule
-def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Refuse --num-query-groups without --group-query-attention, which would have no effect."""
-    given = run.config.model.num_query_groups
-    if (
-        given != 1
-        and not run.model.group_query_attention
-        and given != run.model.num_attention_heads
-    ):
+def sections_cover_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --mrope-section divides the rotated pairs of channels."""
+    model = run.model
+    pairs, section = int((model.kv_channels or 0) * model.rotary_percent) // 2, model.mrope_section
+    is_mrope = model.position_embedding_type == "mrope"
+    if is_mrope and pairs and (section is None or len(section) != 3 or sum(section) != pairs):
+        third = pairs // 3
         yield problem(
-            f"--num-query-groups {given} without --group-query-attention.",
-            "groups are shared only with --group-query-attention",
-            "--num-query-groups",
-            "--group-query-attention",
-            fix="add --group-query-attention",
+            f"--mrope-section {section} for heads of {pairs} pairs of channels.",
+            "the three sections add up to the number of rotated pairs of channels",
+            fix=f"use --mrope-section {pairs - 2 * third} {third} {third}",
         )
 
 
 @rule
-def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that upcycling has a dense checkpoint and experts of the dense MLP's width."""
-    checkpoint = run.checkpoint
-    if not (checkpoint.moe_use_upcycling and run.experts.num_moe_experts):
-        return
-    width = run.experts.moe_ffn_hidden_size
-    if width is not None and width != run.model.ffn_hidden_size:
+def the_encoder_of_images_can_be_built(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check the sizes of the image encoder."""
+    if run.encoders.traits.has_images:
+        yield from run.vision.problems(run.parallelism.tensor_model_parallel_size)
+
+
+@rule
+def layers_get_what_is_added_on_their_stage(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that the language model has a layer for each entry of --deepstack-layers."""
+    count = len(run.vision.layers_added)
+    if run.encoders.traits.has_images and count > (run.model.num_layers or count):
         yield problem(
-            f"--moe-use-upcycling with experts of width {width} from an MLP of width"
-            f" {run.model.ffn_hidden_size}.",
-            "every expert begins as a copy of the dense MLP",
-            "--moe-use-upcycling",
-            "--moe-ffn-hidden-size",
-            fix="drop --moe-ffn-hidden-size",
+            f"--deepstack-layers names {count} layers for a language model of"
+            f" {run.model.num_layers} layers.",
+            "the output of each is added after one layer of the language model",
+            "--num-layers",
+            fix="name fewer layers",
         )
-    if not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
+
+
+@rule
+def distances_fill_their_buckets(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that half of a side's buckets of one distance each fit below the largest distance."""
+    if run.model.position_embedding_type != "relative":
+        return
+    encoders = run.encoders
+    num_buckets, farthest = (
+        encoders.relative_attention_num_buckets,
+        encoders.relative_attention_max_distance,
+    )
+    if num_buckets < 4 or farthest <= num_buckets // 2:
         yield problem(
-            "--moe-use-upcycling without a checkpoint.",
-            "experts begin with the weights of a dense model",
-            "--moe-use-upcycling",
-            "--pretrained-checkpoint",
-            fix="add --pretrained-checkpoint with the directory of a dense run",
+            f"--relative-attention-num-buckets {num_buckets} with"
+            f" --relative-attention-max-distance {farthest}.",
+            "there are at least 4 buckets, and the largest distance is more than half of them",
+            fix="use --relative-attention-num-buckets 32 --relative-attention-max-distance 128",
+        )
+
+
+@rule
+def layers_are_of_encoder_and_decoder(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check the numbers of encoder and decoder layers."""
+    model, num_decoder = run.model, run.encoders.decoder_num_layers
+    num_layers, num_encoder = model.num_layers or 0, model.encoder_num_layers or 0
+    if not run.encoders.traits.has_two_stacks:
+        return
+    if num_layers and not 0 < num_encoder < num_layers:
+        yield problem(
+            f"{num_encoder} of {num_layers} layers belong to the encoder.",
+            "a T5 has an encoder and a decoder of at least one layer each",
+            "--encoder-num-layers",
+            "--decoder-num-layers",
+            fix="give both at least one layer",
+        )
+    elif num_decoder is not None and num_encoder + num_decoder != num_layers:
+        yield problem(
+            f"--decoder-num-layers {num_decoder}, but {num_layers - num_encoder} of {num_layers}"
+            " layers belong to the decoder.",
+            "--num-layers counts the layers of both stacks if --encoder-num-layers is given too",
+            "--encoder-num-layers",
+            "--num-layers",
+            fix="leave out --num-layers",
+        )
+
+
+@rule
+def the_decoder_has_tokens(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --decoder-seq-length is given."""
+    length = run.encoders.decoder_seq_length
+    if run.encoders.traits.has_two_stacks and length is None:
+        yield problem(
+            f"--decoder-seq-length {length}.",
+            "a sample of a T5 has at least one decoder token",
+            fix=f"use --decoder-seq-length {max(1, (run.model.seq_length or 4) // 4)}",
         )

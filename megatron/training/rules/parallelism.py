@@ -57,7 +57,6 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
             f"{given[0]} with --pipeline-model-parallel-size 1.",
             "virtual stages divide the work of pipeline ranks",
             given[0],
-            "--pipeline-model-parallel-size",
             fix=f"drop {given[0]}, or use a pipeline size above 1",
         )
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -97,49 +96,26 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
         yield problem(
             f"--pipeline-schedule {schedule.name} with virtual stages.",
             f"{schedule.name} always has {schedule.num_chunks} chunk(s) on every rank",
-            "--pipeline-schedule",
             *given,
             fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
         )
 
 
 @rule
-def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check the settings of parameter shards in host memory."""
-    ddp = run.ddp
-    if not ddp.param_cpu_offload:
+def parameters_off_the_device(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check the settings of parameter shards in host memory or in a file on a GPU."""
+    if device_type() == "cpu":
         return
-    if ddp.data_parallel_sharding_strategy != "optim_grads_params" or ddp.param_offload_path:
-        yield problem(
-            f"--param-cpu-offload with {ddp.data_parallel_sharding_strategy}"
-            f"{' and --param-offload-path' if ddp.param_offload_path else ''}.",
-            "a rank's shards of parameters are stored in one place",
-            "--param-cpu-offload",
-            "--data-parallel-sharding-strategy",
-            fix="add --data-parallel-sharding-strategy optim_grads_params, and drop"
-            " --param-offload-path",
-        )
-    if device_type() != "cpu" and not run.optimizer.optimizer_cpu_offload:
+    if run.ddp.param_cpu_offload and not run.optimizer.optimizer_cpu_offload:
         yield problem(
             f"--param-cpu-offload without --optimizer-cpu-offload on {device_type()}.",
             "parameters in host memory are updated by the CPU",
-            "--param-cpu-offload",
-            "--optimizer-cpu-offload",
             fix="add --optimizer-cpu-offload",
         )
-
-
-@rule
-def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Refuse parameter shards in a file on devices other than the CPU."""
-    ddp = run.ddp
-    if ddp.param_offload_path is None:
-        return
-    if device_type() != "cpu":
+    if run.ddp.param_offload_path is not None:
         yield problem(
             f"--param-offload-path on {device_type()}.",
             "shards in a file are gathered by CPU ranks",
-            "--param-offload-path",
             fix="use --optimizer-offload-path, which offloads the larger part of the state",
         )
 
@@ -154,7 +130,6 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} for {dp} replicas.",
             "each instance shards its state over an equal number of replicas",
-            "--num-distributed-optimizer-instances",
             fix=f"use a number that divides {dp}",
         )
     elif run.experts.num_moe_experts and (copies := _replicas_of_experts(run)) % instances:
@@ -163,7 +138,6 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             " experts.",
             "each instance shards the state of experts over an equal number of replicas;"
             " --expert-model-parallel-size reduces the replicas of experts",
-            "--num-distributed-optimizer-instances",
             "--expert-model-parallel-size",
             fix=f"use a number that divides {copies}, or fewer expert-parallel ranks",
         )
@@ -191,8 +165,6 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--seq-length {length} with {FLAG} on {num_ranks} data- and context-parallel ranks"
             f" and --max-seqlen-per-dp-cp-rank {per_rank}.",
             "these ranks together have room for the longest sample",
-            "--max-seqlen-per-dp-cp-rank",
-            FLAG,
             fix=f"use --max-seqlen-per-dp-cp-rank {-(-length // num_ranks)} or more",
         )
     kinds = set(as_list(parallel.cp_comm_type or "p2p"))
@@ -201,8 +173,6 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--cp-comm-type {' '.join(sorted(kinds))} with {FLAG} on {num_ranks} ranks.",
             "groups of several sizes split sequences, and a2a splits the heads over each group",
-            "--cp-comm-type",
-            FLAG,
             fix="use --cp-comm-type p2p, or all_gather",
         )
 
@@ -225,23 +195,6 @@ def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
             yield problem(
                 f"{FLAG} with {spec.flag} {one}.",
                 reason,
-                FLAG,
                 spec.flag,
                 fix=f"use {spec.flag} {off}" if is_on_by_default else f"drop {spec.flag}",
             )
-
-
-@rule
-def experts_exchange_sequences_of_several_lengths(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Refuse the allgather dispatcher, which gathers equal parts only."""
-    parallel, experts = run.parallelism, run.experts
-    gathers = experts.num_moe_experts and experts.moe_token_dispatcher_type == "allgather"
-    is_split = parallel.expert_model_parallel_size > 1
-    if parallel.hybrid_context_parallel and gathers and is_split:
-        yield problem(
-            f"{FLAG} with --expert-model-parallel-size and the allgather dispatcher.",
-            "sequences have different lengths, and an all-gather needs equal lengths",
-            FLAG,
-            "--moe-token-dispatcher-type",
-            fix="use --moe-token-dispatcher-type alltoall",
-        )

@@ -1,9 +1,10 @@
-"""Check the ranges of whole numbers before anything is computed from them."""
+"""Check the ranges of numbers before anything is computed from them."""
 
 from __future__ import annotations
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import FlagSpec
+from megatron.core.utils import as_list
 from megatron.training.config.run import RunConfig, all_flags
 
 REQUIRED = {
@@ -15,7 +16,8 @@ REQUIRED = {
 }
 """Required settings, each with an example."""
 
-_FROM_ZERO = {
+_LEAST = dict.fromkeys(
+    (
     "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "seed",
     "iterations_to_skip", "manual_gc_interval", "grad_compression_warmup", "num_workers",
     "error_injection_rate",
@@ -24,9 +26,9 @@ _FROM_ZERO = {
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
     "deepstack_layers", "vision_full_attention_layers", "mrope_section", "image_token_id",
     "vision_start_token_id", "vision_end_token_id",
-    "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
-}  # fmt: skip
-"""Settings that may be 0; all others are at least 1."""
+    "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0
+) | {"replication_factor": 2}  # fmt: skip
+"""Smallest value of a setting, 1 for all others."""
 
 _SIZE = 2**31 - 1
 _STEPS = 2**53
@@ -53,35 +55,58 @@ _MOST = {
 """Largest value of a setting, `_SIZE` for all others. Larger values are typing errors."""
 
 
+_INTERVALS = {
+    name: interval
+    for interval, names in {
+        "[0, 1)": ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2",
+                   "muon_momentum", "lora_dropout"),
+        "[0, 1]": ("optimizer_offload_fraction", "lr_warmup_fraction"),
+        "[0, inf)": ("adam_eps", "weight_decay", "clip_grad", "muon_extra_scale_factor"),
+        "(0, inf)": ("loss_scale", "lora_alpha"),
+        "[1, inf)": ("loss_scale_window",),
+    }.items()
+    for name in names
+}  # fmt: skip
+"""Intervals of settings that are fractions."""
+
+
+def _is_in(number: float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(","))
+    is_closed_below, is_closed_above = interval[0] == "[", interval[-1] == "]"
+    return (low < number or (is_closed_below and number == low)) and (
+        number < high or (is_closed_above and number == high)
+    )
+
+
 def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
-    """Return field name -> problem for whole numbers outside their range."""
+    """Return field name -> problem for numbers outside their range."""
     found: dict[str, MegatronError] = {}
     for spec in all_flags().values():
-        if (
-            spec.group == "inert"
-            or spec.element is not int
-            or spec.choices
-            or spec.metadata.parse is not None
-        ):
+        value, interval = config.value_of(spec.name), _INTERVALS.get(spec.name)
+        numbers = [n for n in as_list(value) if n is not None]
+        if interval is not None:
+            if not all(_is_in(n, interval) for n in numbers):
+                found[spec.name] = _problem(spec, value, f"a number in {interval}")
             continue
-        value = config.value_of(spec.name)
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        minimum, maximum = int(spec.name not in _FROM_ZERO), _MOST.get(spec.name, _SIZE)
-        numbers = [n for n in numbers if n is not None]
+        is_whole = spec.element is int and not spec.choices and spec.metadata.parse is None
+        if spec.group == "inert" or not is_whole:
+            continue
+        minimum, maximum = _LEAST.get(spec.name, 1), _MOST.get(spec.name, _SIZE)
         if spec.name == "rampup_batch_size" and len(numbers) == 3:
             numbers = [*numbers[:2], max(numbers[2], 1)] if numbers[2] >= 0 else numbers
         if any(not minimum <= n <= maximum for n in numbers):
-            found[spec.name] = _problem(spec, value, minimum, maximum)
+            rule = f"a whole number from {minimum} to {maximum:,}"
+            found[spec.name] = _problem(spec, value, rule)
     return found
 
 
-def _problem(spec: FlagSpec, value: object, minimum: int, maximum: int) -> ConfigError:
-    shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _problem(spec: FlagSpec, value: object, allowed: str) -> ConfigError:
+    shown = " ".join(map(str, as_list(value)))
     example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.flag)
-    words = " ".join(map(str, example)) if isinstance(example, list) else str(example)
+    words = " ".join(map(str, as_list(example)))
     return ConfigError(
         f"{spec.flag} {shown if len(shown) <= 60 else shown[:60] + '...'}.",
-        rule=f"it is a whole number from {minimum} to {maximum:,}",
+        rule=f"it is {allowed}",
         flags=[spec.flag],
         fix=f"drop {spec.flag}" if example is None else f"use {spec.flag} {words}",
     )

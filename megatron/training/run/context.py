@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,12 +13,12 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.datasets.dynamic_cp import Packing
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
+from megatron.training.run.state import BatchPlan, RollbackNeeded, TakenStep, TrainState
 
 if TYPE_CHECKING:
     from megatron.resilience.spike_guard import SpikeGuard
-    from megatron.training.datasets.dynamic_cp import Packing
 
 
 @dataclass
@@ -67,38 +68,6 @@ class DataIterators:
                     iterator.close()
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """Division of a global batch into micro batches."""
-
-    num_microbatches: int
-    micro_batch_size: int
-    global_batch_size: int
-    sample_lengths: tuple[int, ...] | None = None
-    """Tokens of each sample without padding; None if all samples are full."""
-
-    @property
-    def row_size(self) -> int:
-        """Samples of one micro batch of all replicas."""
-        return self.global_batch_size // self.num_microbatches
-
-
-class MicrobatchPlanner:
-    """Plans each step with Megatron's micro batch calculator, which scripts read too."""
-
-    def __init__(self, micro_batch_size: int) -> None:
-        self.micro_batch_size = micro_batch_size
-
-    def plan(self, consumed_samples: int) -> BatchPlan:
-        """Return the plan of the step that begins after `consumed_samples`."""
-        calculator.update_num_microbatches(consumed_samples, consistency_check=True, verbose=True)
-        return BatchPlan(
-            num_microbatches=calculator.get_num_microbatches(),
-            micro_batch_size=self.micro_batch_size,
-            global_batch_size=calculator.get_current_running_global_batch_size(),
-        )
-
-
 def _no_rollback(state: TrainState, spike: RollbackNeeded) -> TrainState:
     raise spike
 
@@ -118,9 +87,7 @@ class TrainingContext:
     """Learning rate and weight decay by consumed samples."""
     forward_step: Callable[..., Any]
     forward_backward: Callable[..., Any]
-    microbatches: MicrobatchPlanner
     timers: Timers
-    size: ModelSize
     data: DataIterators = field(default_factory=DataIterators)
     process_non_loss_data: Callable[..., Any] | None = None
     non_loss_data: Callable[..., Any] | None = None
@@ -129,25 +96,29 @@ class TrainingContext:
     roll_back: Callable[[TrainState, RollbackNeeded], TrainState] = _no_rollback
     """Loads an earlier state after a refused step. Collective."""
 
+    @cached_property
+    def size(self) -> ModelSize:
+        """Sizes of the model, for the count of operations."""
+        return ModelSize.from_settings(self.run)
+
+    def current_plan(self) -> BatchPlan:
+        """Return the plan of Megatron's micro batch calculator, which scripts read too."""
+        return BatchPlan(
+            num_microbatches=calculator.get_num_microbatches(),
+            micro_batch_size=self.run.schedule.micro_batch_size,
+            global_batch_size=calculator.get_current_running_global_batch_size(),
+        )
+
     def plan_step(self, consumed_samples: int) -> BatchPlan:
         """Return the plan of the step after `consumed_samples`."""
-        plan = self.microbatches.plan(consumed_samples)
+        calculator.update_num_microbatches(consumed_samples, consistency_check=True, verbose=True)
+        plan = self.current_plan()
         packing, lengths = self.data.train_packing, self.data.train_lengths
         if packing is not None:
             return packing.plan(consumed_samples)
         if lengths is None:
             return plan
         return replace(plan, sample_lengths=lengths(consumed_samples, plan.global_batch_size))
-
-    @classmethod
-    def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:
-        """Return the context of `run`; `parts` are the fields that cannot be derived from it."""
-        return cls(
-            run=run,
-            microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
-            size=ModelSize.from_settings(run),
-            **parts,
-        )
 
 
 TrainStep = Callable[[TrainingContext, TrainState, BatchPlan], TakenStep]

@@ -1,4 +1,4 @@
-"""The result of a step, and the counters of a run."""
+"""The micro batches and the result of a step, and the counters of a run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ class StopReason(Enum):
     PHASE_END = "--phase-transition-iterations"
     EXIT_DURATION = "--exit-duration-in-mins"
     EXIT_SIGNAL = "a signal"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of a global batch into micro batches."""
+
+    num_microbatches: int
+    micro_batch_size: int
+    global_batch_size: int
+    sample_lengths: tuple[int, ...] | None = None
+    """Tokens of each sample without padding; None if all samples are full."""
+
+    @property
+    def row_size(self) -> int:
+        """Samples of one micro batch of all replicas."""
+        return self.global_batch_size // self.num_microbatches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,15 @@
 """One optimizer step: forward and backward of all micro batches, then check, clip and update.
 
-Other modules wrap a step: `megatron.resilience.rollback` skips iterations and rolls back, and
+Other modules wrap a step: `megatron.resilience.spike_guard` skips iterations and rolls back, and
 `megatron.resilience.rerun` reruns a step.
 """
 
 from __future__ import annotations
 
 from megatron.core.parameters.rng import rng_state
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.loss_reduction import Report, with_loss_tokens
-from megatron.training.run.state import TakenStep, TrainState
+from megatron.training.run.state import BatchPlan, TakenStep, TrainState
 from megatron.training.run.update import decision_of
 
 

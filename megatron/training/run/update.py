@@ -32,9 +32,15 @@ from megatron.core.utils import get_model_config
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import training_flops
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.loss_reduction import DeferredLosses, LossTable, Report
-from megatron.training.run.state import AsyncStepResult, StepResult, TakenStep, TrainState
+from megatron.training.run.state import (
+    AsyncStepResult,
+    BatchPlan,
+    StepResult,
+    TakenStep,
+    TrainState,
+)
 
 Rates = tuple[float, float | None]
 """(learning rate, decoupled learning rate of embedding and head or None)."""

@@ -17,9 +17,8 @@ from megatron.training.config.run import all_flags
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TrainState
-from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.initialize import Session
-from megatron.training.setup.model import build_model
+from megatron.training.setup.model import build_model, install_callbacks
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 
@@ -34,8 +33,8 @@ def assemble(
         optimizer = build_optimizer(run, model, groups)
         scheduler = build_scheduler(run, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
-    context = TrainingContext.of(
-        run,
+    context = TrainingContext(
+        run=run,
         groups=groups,
         model=model,
         config=config,

@@ -24,7 +24,7 @@ from megatron.resilience.restart_loop import RestartAttempt
 from megatron.resilience.signals import SignalFlag
 from megatron.resilience.status import RunStatus
 from megatron.training import global_vars
-from megatron.training.checkpointing.saver import claim_directory
+from megatron.training.checkpointing.checkpointer import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, plain
@@ -144,11 +144,17 @@ def agreed_settings(read: ReadCommand, info: RankInfo, status: RunStatus) -> Res
 
 
 def watch_ranks(run: ResolvedRun, info: RankInfo, status: RunStatus, *, restarts: bool) -> None:
-    """Start to watch the launcher, the ranks of this machine, and the progress of this rank."""
+    """Start to watch the launcher, the ranks of this machine, and the progress of this rank.
+
+    Without torchrun nobody ends the ranks that wait for a lost rank. With gloo their connections
+    break; NCCL waits for its timeout, so that the watchdog has to end them.
+    """
     store = status.store
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
+    waits_for_lost = info.world_size > 1 and "gloo" not in run.parallelism.distributed_backend
+    if status.watch is not None or waits_for_lost:
         status.heartbeat = start_heartbeat(
             store,
             info,
@@ -223,12 +229,14 @@ def announce(run: ResolvedRun) -> None:
 def publish(session: Session) -> None:
     """Set the global variables of Megatron that scripts read."""
     run = session.run
-    global_vars.set_args(run.namespace())
-    global_vars.set_timers(session.timers)
-    global_vars.set_tokenizer(session.tokenizer)
-    global_vars.set_tensorboard_writer(session.tensorboard)
-    global_vars.set_wandb_writer(session.wandb)
-    global_vars.set_signal_handler(session.signal)
+    global_vars.publish(
+        args=run.namespace(),
+        timers=session.timers,
+        tokenizer=session.tokenizer,
+        tensorboard_writer=session.tensorboard,
+        wandb_writer=session.wandb,
+        signal_handler=session.signal,
+    )
     configure_num_microbatches(run)
 
 

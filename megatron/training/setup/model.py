@@ -1,17 +1,22 @@
-"""Build this rank's model chunks and wrap them for data parallelism."""
+"""Build this rank's model chunks, wrap them for data parallelism, and set their callbacks."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from megatron.core import distributed
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.distributed.distributed_data_parallel_config import (
     DataParallelFlags,
     ShardedOptimizerFlags,
@@ -20,14 +25,15 @@ from megatron.core.enums import ModelType
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, refuse_given, shown
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
-from megatron.core.models.model_settings import LoraSettings
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.settings.flags import fields_of
+from megatron.core.timers import Timers
 from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.captured_layer import why_not_captured
-from megatron.core.transformer.low_rank_adapter import AdapterSettings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.dispatchers import EXCHANGE
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,19 +61,6 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**fields)
 
 
-def adapter_settings(lora: LoraSettings) -> AdapterSettings | None:
-    """Return the settings of the trained adapters, or None."""
-    if lora.lora_rank is None:
-        return None
-    return AdapterSettings(
-        rank=lora.lora_rank,
-        alpha=lora.lora_alpha or lora.lora_rank,
-        dropout=lora.lora_dropout,
-        target_modules=tuple(lora.lora_target_modules),
-        use_dora=lora.use_dora,
-    )
-
-
 def build_model(
     run: ResolvedRun,
     provider: ModelProvider,
@@ -83,9 +76,8 @@ def build_model(
     """
     config = copy.copy(run.transformer_config)  # each model sets its own callbacks in it
     chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
-    adapters = adapter_settings(run.lora)
-    if adapters is not None:
-        add_adapters(chunks, adapters, groups)
+    if run.lora.lora_rank is not None:
+        add_adapters(chunks, run.lora, groups)
     _announce_size(chunks, groups)
     _announce_kernels(run, config)
     chunks = move_and_convert(run, chunks)
@@ -246,3 +238,32 @@ def get_model(
     run = run_as_in(global_vars.get_args())
     groups = resolve_groups(pg_collection)
     return build_model(run, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)
+
+
+def install_callbacks(
+    run: ResolvedRun,
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroupCollection,
+    timers: Timers,
+) -> Any:
+    """Set the callbacks in the config of every chunk; return the first chunk's config."""
+    wrapped = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    for config in {id(c): c for c in map(get_model_config, model)}.values():
+        config.timers = timers if run.logging.timing_log_level > 0 else None
+        config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+        if optimizer is not None:
+            config.grad_scale_func = optimizer.scale_loss
+        if run.ddp.overlap_grad_reduce and wrapped:
+            config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
+            # The hooks of a backward pass without weight gradients cannot start their reduction,
+            # so the schedule starts it.
+            splits_backward = schedule_named(run.parallelism.pipeline_schedule).splits_backward
+            if run.ddp.align_grad_reduce or splits_backward:
+                config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
+    return get_model_config(model[0])
+
+
+def _one_or_list(functions: list[Any]) -> Any:
+    """Return the function of a single chunk, or the list for several, as schedules expect."""
+    return functions[0] if len(functions) == 1 else functions

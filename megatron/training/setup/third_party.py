@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,11 +19,10 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.datasets.iterators import build_data, sample_counts
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
-from megatron.training.setup.callbacks import install_callbacks
-from megatron.training.setup.model import build_model, refuse_other_models
+from megatron.training.setup.model import build_model, install_callbacks, refuse_other_models
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 
@@ -68,8 +66,8 @@ def train_step(
     """
     args = global_vars.get_args()
     run = run_as_in(args)
-    context = TrainingContext.of(
-        run,
+    context = TrainingContext(
+        run=run,
         groups=ProcessGroupCollection.current(),
         model=model,
         config=config,
@@ -84,12 +82,7 @@ def train_step(
         iteration=args.iteration if iteration is None else iteration,
         consumed_train_samples=args.consumed_train_samples,
     )
-    plan = BatchPlan(
-        num_microbatches=calculator.get_num_microbatches(),
-        micro_batch_size=run.schedule.micro_batch_size,
-        global_batch_size=calculator.get_current_running_global_batch_size(),
-    )
-    result = step(context, state, plan).read()
+    result = step(context, state, context.current_plan()).read()
     return (
         dict(result.losses),
         int(result.was_skipped),

@@ -28,14 +28,13 @@ from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.memory_timeline import Kind, MemoryTimeline, Peak
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.context import BatchPlan, TrainingContext
-from megatron.training.run.state import TrainState
+from megatron.training.run.context import TrainingContext
+from megatron.training.run.state import BatchPlan, TrainState
 from megatron.training.run.step import forward_backward
 from megatron.training.run.update import DeviceDecision
-from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
 from megatron.training.setup.initialize import configure_num_microbatches
-from megatron.training.setup.model import build_model
+from megatron.training.setup.model import build_model, install_callbacks
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 
@@ -184,8 +183,8 @@ class RankUnderTest:
         self._timeline.reclassify_all(Kind.TEMPORARY, Kind.OPTIMIZER)
         scheduler = build_scheduler(run, optimizer)
         timers = global_vars.get_timers()
-        self.context = TrainingContext.of(
-            run,
+        self.context = TrainingContext(
+            run=run,
             groups=groups,
             model=model,
             config=install_callbacks(run, model, optimizer, groups, timers),
@@ -201,8 +200,7 @@ class RankUnderTest:
 
     @staticmethod
     def _publish(run: ResolvedRun) -> None:
-        global_vars.set_args(run.namespace())
-        global_vars.set_timers(Timers(0, "max"))
+        global_vars.publish(args=run.namespace(), timers=Timers(0, "max"))
         configure_num_microbatches(run)
 
     def _mark_weights(self, model: Sequence[Any]) -> None:
@@ -247,7 +245,7 @@ class RankUnderTest:
             num_microbatches: replaces the number in the settings.
         """
         context, timeline = self.context, self._timeline
-        plan = context.microbatches.plan(0)
+        plan = context.plan_step(0)
         if num_microbatches is not None:
             plan = BatchPlan(num_microbatches, plan.micro_batch_size, plan.global_batch_size)
         recorder = TimelineRecorder(timeline, trace or RankTrace(0))

@@ -34,6 +34,7 @@ from megatron.training.checkpointing import (
     Restored,
 )
 from megatron.training.run.state import TrainState
+from tests.harness.distributed import run_distributed
 from tests.parity.training_case import masked_loss
 
 NUM_LAYERS = 4
@@ -316,6 +317,11 @@ def _forward_step(iterator, model):
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(masked_loss, batch["mask"])
+
+
+def run_in_layout(job: Any, layout: Layout, *arguments: Any) -> list[Any]:
+    """Run a job in a layout and return the results of its ranks."""
+    return run_distributed(job, layout.size, layout, *arguments, **layout.axes())
 
 
 # Jobs: functions of a rank -------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load_plain_tensors
+from tests.distributed.checkpointing.all_pairs import assert_all_pairs_agree
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,
@@ -16,7 +17,7 @@ from tests.distributed.checkpointing.gpt_run import (
     upcycle_and_save,
     weights_after_loading,
 )
-from tests.harness.distributed import run_distributed
+from tests.distributed.checkpointing.gpt_run import run_in_layout as run
 from tests.harness.tolerances import (
     FP32_AFTER_OPTIMIZER,
     FP32_REORDERED_SUM,
@@ -34,25 +35,6 @@ LAYOUTS = [
     Layout(tp=2, cp=2, zero=2),
     Layout(pp=2, dp=2, zero=3),
 ]
-
-
-def run(function, layout: Layout, *arguments):
-    return run_distributed(function, layout.size, layout, *arguments, **layout.axes())
-
-
-def assert_all_pairs_agree(layouts: list[Layout], model: Model, root: Path) -> int:
-    """Save in each layout, load in each, save again: the digest stays. Returns the pairs."""
-    digests = {}
-    for layout in layouts:
-        run(train_and_save, layout, model, root / str(layout), 2)
-        digests[layout] = checkpoint_digest(root / str(layout) / "iter_0000002")
-    for wanted in layouts:
-        work = [(root / str(source), root / f"{source}--{wanted}") for source in layouts]
-        run(load_each_and_save_again, wanted, model, work)
-        for source in layouts:
-            again = root / f"{source}--{wanted}" / "iter_0000002"
-            assert checkpoint_digest(again) == digests[source], f"{source} to {wanted}"
-    return len(layouts) ** 2
 
 
 def test_the_digest_is_equal_for_every_ordered_pair_of_layouts(ram_path: Path) -> None:

@@ -1,6 +1,5 @@
 """One rank that cannot write, or a process that dies: what the others and the next run see."""
 
-import errno
 import os
 import random
 import resource
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatron.core import dist_checkpointing
@@ -42,54 +40,6 @@ def test_all_ranks_raise_what_one_rank_could_not_write(ram_path: Path) -> None:
     assert run_distributed(save_with_a_limit, 4, ram_path / "c", 9) == [""] * 4
     found = dist_checkpointing.load_plain_tensors(ram_path / "c")["w"]
     assert found.view(4, -1).unique(dim=1).flatten().tolist() == [0, 1, 2, 3]
-
-
-def save_with_an_error(groups, directory: Path, call: str, code: int, rank_of_it: int) -> str:
-    """Save iteration 10; on one rank a system call on its new files fails. Returns the text."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    real = getattr(os, call)
-
-    def failing(descriptor: int, *rest):
-        if "iter_0000010.tmp" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(code, os.strerror(code))
-        return real(descriptor, *rest)
-
-    shard = ShardedTensor.from_rank_offsets("w", torch.full((4096,), float(rank)), (0, rank, size))
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == rank_of_it:
-            patch.setattr(os, call, failing)
-        try:
-            dist_checkpointing.save({"w": shard}, directory / "iter_0000010")
-        except CheckpointError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", ["pwrite", "fsync"])
-@pytest.mark.parametrize("rank_of_it", [0, 3])
-def test_all_ranks_agree_on_failing_storage_and_the_earlier_checkpoint_stays(
-    call: str, code: int, rank_of_it: int, ram_path: Path
-) -> None:
-    arguments = (ram_path, call, code, 9)
-    run_distributed(save_whole, 4, ram_path / "iter_0000005")
-    messages = run_distributed(save_with_an_error, 4, *arguments[:3], rank_of_it)
-    assert len(set(messages)) == 1, messages
-    assert f"{errno.errorcode[code]} while writing 20480 bytes to {ram_path}" in messages[0]
-    assert f"__{rank_of_it}_0.safetensors" in messages[0]
-    assert f"rank {rank_of_it}" in messages[0]
-    if code == errno.ENOSPC:
-        assert "need=20480 bytes have=" in messages[0]
-    assert [path.name for path in ram_path.iterdir()] == ["iter_0000005"]
-    assert dist_checkpointing.load_plain_tensors(ram_path / "iter_0000005")["w"].sum() == 4096 * 6
-    assert run_distributed(save_with_an_error, 4, *arguments) == [""] * 4
-
-
-def save_whole(groups, directory: Path) -> None:
-    """Save without an error."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    shard = ShardedTensor.from_rank_offsets("w", torch.full((4096,), float(rank)), (0, rank, size))
-    dist_checkpointing.save({"w": shard}, directory)
 
 
 KILLER = """

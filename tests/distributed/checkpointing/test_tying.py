@@ -17,11 +17,7 @@ from tests.distributed.checkpointing.gpt_run import (
     resume_and_train,
     train_and_save,
 )
-from tests.harness.distributed import run_distributed
-
-
-def run(function, layout: Layout, *arguments):
-    return run_distributed(function, layout.size, layout, *arguments, **layout.axes())
+from tests.distributed.checkpointing.gpt_run import run_in_layout as run
 
 
 def refusal(groups, layout: Layout, model: Model, directory: Path, strictness: str) -> str:

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import sparse_attention
-from megatron.core.transformer.indexer_loss import finish_indexer_step
+from megatron.core.transformer.indexer import finish_indexer_step
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.harness.distributed import run_distributed

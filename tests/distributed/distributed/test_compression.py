@@ -7,10 +7,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.compression import (
-    BFloat16Codec,
-    BlockInt8Codec,
+    BFloat16Wire,
+    BlockInt8Wire,
     CompressedReduction,
-    CompressionSettings,
     TrafficCount,
 )
 from megatron.core.distributed.sharding_arithmetic import BLOCK
@@ -45,7 +44,12 @@ def meshes(groups) -> dict[str, Mesh]:
 def compression(
     kind: str, rank: int = 4, warmup: int = 0, fraction: float = 0.25
 ) -> CompressedReduction:
-    settings = CompressionSettings(kind, rank, warmup, fraction)
+    settings = DistributedDataParallelConfig(
+        grad_compression=kind,
+        powersgd_rank=rank,
+        grad_compression_warmup=warmup,
+        topk_fraction=fraction,
+    )
     return CompressedReduction(settings, [(0, ROWS, COLUMNS)], NUMEL, TrafficCount())
 
 
@@ -56,11 +60,11 @@ def reduced(values: torch.Tensor, mesh: Mesh, how: CompressedReduction | None) -
     return mesh.own(bucket)
 
 
-@pytest.mark.parametrize("wire", [BFloat16Codec(), BlockInt8Codec()], ids=["bf16", "int8"])
+@pytest.mark.parametrize("wire", [BFloat16Wire(), BlockInt8Wire()], ids=["bf16", "int8"])
 def test_a_packed_value_is_within_half_a_level(wire):
     values = gradient(1)
     packed = wire.pack(values)
-    is_int8 = isinstance(wire, BlockInt8Codec)
+    is_int8 = isinstance(wire, BlockInt8Wire)
     assert packed.numel() == NUMEL * (BLOCK + 4) // BLOCK if is_int8 else 2 * NUMEL
     largest = values.abs().view(-1, BLOCK).amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
     level = largest / 127 if is_int8 else values.abs() * 2.0**-7
@@ -68,7 +72,7 @@ def test_a_packed_value_is_within_half_a_level(wire):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("wire", [BFloat16Codec(), BlockInt8Codec()], ids=["bf16", "int8"])
+@pytest.mark.parametrize("wire", [BFloat16Wire(), BlockInt8Wire()], ids=["bf16", "int8"])
 def test_what_is_not_finite_arrives_as_not_finite(wire, bad):
     values = gradient(1)
     values[200] = bad

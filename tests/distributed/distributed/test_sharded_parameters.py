@@ -15,7 +15,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.zero.shard_storage import HostShards
+from megatron.core.distributed.zero.sharded_params import HostShards
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload.device_copies import ThreadCopies
 from megatron.core.parameters.initialization import has_memory, parameters_without_memory
@@ -357,15 +357,11 @@ def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
 
 
 @distributed(world_size=2)
-def test_shards_in_a_file_give_the_same_bits(groups):
+def test_shards_in_a_file_and_in_host_memory_give_the_same_bits(groups):
     with TemporaryDirectory() as directory:
-        assert not train_alike(groups, build(groups, offload_path=directory), build(groups))
+        for place in ({"offload_path": directory}, {"cpu_offload": True}):
+            assert not train_alike(groups, build(groups, **place), build(groups)), place
         assert not list(Path(directory).iterdir())
-
-
-@distributed(world_size=2)
-def test_shards_in_host_memory_give_the_same_bits(groups):
-    assert not train_alike(groups, build(groups, cpu_offload=True), build(groups))
 
 
 @distributed(world_size=2)

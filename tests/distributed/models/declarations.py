@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.add_adapters import add_adapters
-from megatron.core.transformer.low_rank_adapter import EXPERT_TARGETS, AdapterSettings
+from megatron.core.transformer.low_rank_adapter import EXPERT_TARGETS, LoraConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -102,7 +102,7 @@ class Model:
     positions: str = "rope"
     engine: bool = False
     """Build the layers that `--transformer-impl transformer_engine` builds."""
-    adapters: AdapterSettings | None = None
+    adapters: LoraConfig | None = None
     is_packed: bool = False
     """A row holds several documents, and ends with padding."""
 
@@ -157,15 +157,15 @@ MODELS: dict[str, Model] = {
          "recompute_modules": ["core_attn", "mlp", "layernorm", "mla_up_proj"]},
     ),
     "adapters": Model(
-        ("ring", "plain"), _GATED, adapters=AdapterSettings(rank=4, alpha=8, use_dora=True)
+        ("ring", "plain"), _GATED, adapters=LoraConfig(lora_rank=4, lora_alpha=8, use_dora=True)
     ),
     "adapters of experts": Model(
         ("ring", "gathered"), {**_GATED, **_EXPERTS},
-        adapters=AdapterSettings(rank=4, alpha=8, target_modules=EXPERT_TARGETS),
+        adapters=LoraConfig(lora_rank=4, lora_alpha=8, lora_target_modules=EXPERT_TARGETS),
     ),
     "adapters of experts one by one": Model(
         ("ring", "gathered"), {**_EXPERTS, "moe_grouped_gemm": False},
-        adapters=AdapterSettings(rank=4, alpha=8, target_modules=EXPERT_TARGETS),
+        adapters=LoraConfig(lora_rank=4, lora_alpha=8, lora_target_modules=EXPERT_TARGETS),
     ),
     "bert": Model(("ring", "plain", "stages"), encoder="bert", words=_SHAPE),
     "t5": Model(

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.transformer.moe.token_dispatcher import (
-    ExchangeCapacity,
-    MoEAlltoAllTokenDispatcher,
-)
+from megatron.core.transformer.moe.load_balancing import DROPPED
+from megatron.core.transformer.moe.token_dispatcher import ExchangeCapacity
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import E, K, layer, tokens
@@ -49,9 +47,7 @@ def test_a_layer_computes_the_same_as_with_sizes_from_the_host(groups, grouped, 
 
 @distributed(world_size=4, ep=2, tp=2, expt_tp=2)
 def test_what_comes_after_the_last_row_reaches_nobody(groups):
-    dispatcher = MoEAlltoAllTokenDispatcher(
-        E // 2, [E // 2 * groups.ep.rank() + i for i in range(E // 2)], groups
-    )
+    dispatcher = layer(groups, moe_token_dispatcher_type="alltoall").token_dispatcher
     x = of_rank(tokens(), groups.tp_ep.rank()).detach().view(-1, 16).requires_grad_()
     t = x.shape[0]
     probs = torch.rand(t, E, generator=torch.Generator().manual_seed(groups.tp_ep.rank()))
@@ -87,5 +83,5 @@ def test_choices_beyond_the_capacity_are_dropped_and_counted(groups):
     rows = -(-x.shape[0] * x.shape[1] * K // 4)
     of_ranks = routing.view(-1, 2, E // 2).sum((0, 2))
     moe(x)
-    dropped = moe.router.load._dropped
+    dropped = moe.router.load._sums[DROPPED]
     assert int(dropped) == int((of_ranks - rows).clamp(min=0).sum()) > 0

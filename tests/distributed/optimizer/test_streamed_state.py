@@ -23,7 +23,7 @@ from tests.distributed.checkpointing.gpt_run import (
     resume_and_train,
     train_and_save,
 )
-from tests.distributed.distributed.replicas import accumulate, wrap
+from tests.distributed.distributed.replicas import wrap
 from tests.distributed.optimizer.state_bytes import TOLERANCE
 from tests.distributed.optimizer.state_bytes import Wide as Stack
 from tests.harness.distributed import run_distributed
@@ -235,7 +235,7 @@ def test_a_model_whose_state_does_not_fit_trains_from_a_file(tmp_path) -> None:
 
 
 def test_too_little_host_memory_is_refused_with_the_numbers(monkeypatch) -> None:
-    monkeypatch.setattr("megatron.core.offload.host_memory.available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr("megatron.core.offload.state_stores.available_host_bytes", lambda: 10_000)
     with pytest.raises(ConfigError, match=r"needs \d+ MiB per rank.*left"):
         train_in_little_memory(None, {"optimizer_cpu_offload": True}, None)
 
@@ -253,28 +253,3 @@ def test_a_directory_that_one_rank_misses_stops_all(tmp_path) -> None:
     assert "missing: No such file" in first and "rank 1" in first
     assert "missing: No such file" in second
     assert os.listdir(tmp_path) == []
-
-
-def check_local_state(groups) -> None:
-    """`state_dict()` of a rank brings back everything, without a checkpoint."""
-    runs = []
-    for stops in (False, True):
-        ddp = wrap(groups, dtype=torch.bfloat16, grad_reduce_in_fp32=True)
-        config = OptimizerConfig(lr=1e-2, bf16=True, **COMPACT)
-        optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
-        for step in range(4):
-            accumulate(ddp, groups, step, 1)
-            optimizer.step()
-            if stops and step == 1:
-                weights, state = ddp.state_dict(), optimizer.state_dict()
-                ddp = wrap(groups, dtype=torch.bfloat16, grad_reduce_in_fp32=True)
-                ddp.load_state_dict(weights)
-                optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
-                optimizer.load_state_dict(state)
-        runs.append(ddp.state_dict())
-    for name, tensor in runs[0].items():
-        assert_close(runs[1][name], tensor, EXACT, name)
-
-
-def test_state_of_a_rank_goes_on_where_it_stopped() -> None:
-    run_distributed(check_local_state, 1)

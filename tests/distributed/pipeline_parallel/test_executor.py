@@ -220,17 +220,6 @@ def test_the_first_rank_starts_the_next_evaluation_step_while_the_last_still_wor
     assert first[2] < last[1] + 0.1
 
 
-def train_inside_no_grad(groups):
-    chunks = build_chunks(groups, LinearConfig(), 1)
-    with torch.no_grad():
-        run_step(groups, chunks, 2)
-
-
-def test_training_inside_no_grad_is_refused():
-    with pytest.raises(DistributedFailure, match=r"inside torch.no_grad"):
-        run_distributed(train_inside_no_grad, 1)
-
-
 def step_with_a_wrong_sequence_length(groups):
     chunks = build_chunks(groups, LinearConfig(pipeline_model_parallel_size=2), 1)
     run_step(groups, chunks, 2, sequences=[4, 4])
@@ -243,22 +232,6 @@ def test_an_output_of_another_shape_than_announced_is_refused():
     assert first.error_type == "ConfigError"
     assert "(4, 2, 5)" in first.error_message
     assert "(6, 2, 5)" in first.error_message
-
-
-def mean_loss_per_token(groups):
-    size = groups.pp.size()
-    config = LinearConfig(pipeline_model_parallel_size=size, calculate_per_token_loss=True)
-    run_step(groups, build_chunks(groups, config, 1), 2)
-
-
-@pytest.mark.parametrize("axes", [{}, {"cp": 2}, {"pp": 2}])
-def test_a_mean_loss_is_refused_where_gradients_are_divided_by_tokens(axes):
-    with pytest.raises(DistributedFailure) as failure:
-        run_distributed(mean_loss_per_token, 2, timeout_s=20, **axes)
-    failed = sorted((o for o in failure.value.outcomes if o.failed), key=lambda o: o.failed_at)
-    with_loss = failed[:1] if "pp" in axes else failed
-    assert len(with_loss) == (1 if "pp" in axes else 2)
-    assert all("returned no number of tokens" in o.error_message for o in with_loss)
 
 
 def record(groups, num_chunks):

@@ -1,6 +1,7 @@
 """Layers over several ranks against the same layers on one: outputs and every gradient."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -190,22 +191,6 @@ def test_gathered_outputs_and_cut_inputs_equal_serial(groups):
 
 
 @distributed(world_size=2, tp=2)
-def test_frozen_weights_still_pass_the_gradient_on(groups):
-    config = ModelParallelConfig(tensor_model_parallel_size=2)
-    serial = randomize(ParallelMLP(ModelParallelConfig(), SERIAL))
-    parallel = ParallelMLP(config, groups).requires_grad_(False)
-    copy_shards(parallel, serial, groups.tp)
-    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
-    grads = []
-    for module in (serial, parallel):
-        leaf = x.clone().requires_grad_()
-        module(leaf).square().sum().backward()
-        grads.append(leaf.grad)
-    assert_close(grads[1], grads[0], FP32_REORDERED_SUM, "input gradient")
-    assert all(p.grad is None for p in parallel.parameters())
-
-
-@distributed(world_size=2, tp=2)
 def test_autocast_equals_serial_autocast(groups):
     for sequence_parallel in (False, True):
         config = ModelParallelConfig(
@@ -234,9 +219,10 @@ VALID, PADDED = 29, 40
 class TinyLanguageModel(nn.Module):
     """Embedding, dropout, a tied or separate head, and the loss."""
 
-    def __init__(self, config, groups, *, loss: str) -> None:
+    def __init__(self, config, groups, *, loss: str, smoothing: float) -> None:
         super().__init__()
         self.config, self.group, self.loss = config, groups.tp or SoloGroup(), loss
+        self.smoothing = smoothing
         common = {"config": config, "init_method": NORMAL, "pg_collection": groups}
         self.embedding = VocabParallelEmbedding(
             PADDED, H, reduce_scatter_embeddings=config.sequence_parallel, **common
@@ -248,7 +234,10 @@ class TinyLanguageModel(nn.Module):
         if not self.config.sequence_parallel:
             x = x.transpose(0, 1).contiguous()  # [s, b, h]
         x = torch.tanh(x)
-        arguments = {"tp_group": self.group, "num_valid": self.config.unpadded_vocab_size}
+        arguments = {
+            "tp_group": self.group, "num_valid": self.config.unpadded_vocab_size,
+            "label_smoothing": self.smoothing,
+        }  # fmt: skip
         if self.loss == "fused":
             return linear_cross_entropy(
                 x, self.head.weight, labels.t(),
@@ -267,19 +256,22 @@ def language_config(tp: int, sequence_parallel: bool) -> TransformerConfig:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("loss", ["plain", "overwrite", "fused"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @distributed(world_size=4, tp=4)
-def test_embedding_and_loss_equal_serial(groups, sequence_parallel, loss):
+def test_embedding_and_loss_equal_serial(groups, sequence_parallel, loss, smoothing):
     # 40 rows over 4 ranks: the third holds 9 real ids and one of padding, the last only padding.
     draw = torch.Generator().manual_seed(4)
     ids, labels = torch.randint(0, VALID, (2, B, S), generator=draw)
+    labels[1, 2] = -100
     upstream = torch.rand(S, B, generator=draw)
-    serial = randomize(TinyLanguageModel(language_config(1, False), SERIAL, loss="plain"))
+    build = partial(TinyLanguageModel, smoothing=smoothing)
+    serial = randomize(build(language_config(1, False), SERIAL, loss="plain"))
     expected = serial(ids, labels)
     expected.backward(upstream)
     for main_grad in (False, True):
-        parallel = TinyLanguageModel(language_config(4, sequence_parallel), groups, loss=loss)
+        parallel = build(language_config(4, sequence_parallel), groups, loss=loss)
         copy_shards(parallel, serial, groups.tp)
         if main_grad:
             give_main_grads(parallel)
@@ -291,38 +283,6 @@ def test_embedding_and_loss_equal_serial(groups, sequence_parallel, loss):
         assert all(torch.equal(other, out) for other in everyone), "losses differ between ranks"
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("fused", [False, True])
-@distributed(world_size=2, tp=2)
-def test_smoothed_loss_equals_serial(groups, smoothing, fused):
-    draw = torch.Generator().manual_seed(4)
-    hidden = torch.randn(S, B, H, generator=draw)
-    weight = torch.randn(PADDED, H, generator=draw) * 0.3
-    labels = torch.randint(0, VALID, (S, B), generator=draw)
-    labels[2, 1] = -100
-    results = []
-    for group in (None, groups.tp):
-        pieces = [hidden.clone(), weight if group is None else weight.chunk(2)[group.rank()]]
-        x, w = (p.clone().requires_grad_() for p in pieces)
-        arguments = {"label_smoothing": smoothing, "num_valid": VALID}
-        if group is None:
-            loss = vocab_parallel_cross_entropy(
-                x @ w.t(), labels, tp_group=SoloGroup(), **arguments
-            )
-        elif fused:
-            loss = linear_cross_entropy(x, w, labels, tp_group=group, **arguments)
-        else:
-            logits = collectives_free_linear(x, w, group)
-            loss = vocab_parallel_cross_entropy(logits, labels, tp_group=group, **arguments)
-        loss.mean().backward()
-        results.append((loss.detach(), x.grad, w.grad))
-    (expected, x_grad, w_grad), (loss, x_grad_tp, w_grad_tp) = results
-    assert_close(loss, expected, FP32_REORDERED_SUM, "loss")
-    assert_close(x_grad_tp, x_grad, FP32_REORDERED_SUM, "gradient of hidden")
-    own = w_grad.chunk(2)[groups.tp.rank()]
-    assert_close(w_grad_tp, own, FP32_REORDERED_SUM, "gradient of weight")
-
-
 class SoloGroup:
     """One rank, although the process is part of a larger group."""
 
@@ -331,12 +291,6 @@ class SoloGroup:
 
     def rank(self) -> int:
         return 0
-
-
-def collectives_free_linear(x: Tensor, w: Tensor, group) -> Tensor:
-    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-
-    return copy_to_tensor_model_parallel_region(x, group) @ w.t()
 
 
 @pytest.mark.parametrize("bad", [VALID, PADDED, -1, 10**9])

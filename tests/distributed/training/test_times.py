@@ -7,7 +7,7 @@ import torch
 from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.collectives import all_reduce
-from megatron.training.metrics.time_account import StepClock
+from megatron.training.hooks.times import StepClock
 from tests.harness.distributed import distributed
 
 LATE_S = 0.5

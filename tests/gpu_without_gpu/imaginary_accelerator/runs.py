@@ -163,5 +163,8 @@ RUNS = [
     *_sparse("gpt_oss_20b", "EP 8", 2, 32, 1024, MOST),
     *_sparse("qwen3_30b_a3b", "PP 2, EP 8", 2, 64, 1024, MOST),
     *_sparse("deepseek_v2_lite", "EP 8", 2, 32, 1024, MOST, is_full=False),
+    *_sparse("qwen3_235b_a22b", "PP 8, EP 32", 8, 1024, MOST),
+    *_sparse("gpt_oss_120b", "EP 64", 1, 1024, MOST),
     *_sparse("deepseek_v3", "PP 16, EP 64", 16, 1024, MOST),
+    *_sparse("kimi_k2", "PP 16, EP 64", 16, 1024, MOST),
 ]  # fmt: skip

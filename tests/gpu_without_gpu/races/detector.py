@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.zero import shard_storage, stage2
+from megatron.core.distributed.zero import sharded_params, stage2
 from megatron.core.foundation import device
 from megatron.core.offload import device_copies, saved_activations
 from megatron.core.step_context.overlap import Overlap
@@ -350,15 +350,16 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         detector.keep_for(tensor, stream.number)
 
-    streams = functools.cache(saved_activations.StreamOffloader)
+    streams = functools.cache(saved_activations.offloader.__wrapped__)
     patches: list[tuple[Any, str, Any]] = [
         (Overlap, "run_half", run_half_watched),
         (torch.UntypedStorage, "resize_", resized),
         (torch.Tensor, "record_stream", record_stream),
         (torch, "Stream", stream_of),
         (device_copies, "is_host_memory", lambda _: False),
-        (shard_storage, "is_host_memory", lambda _: False),
+        (sharded_params, "is_host_memory", lambda _: False),
         (stage2, "is_host_memory", lambda _: False),
+        (saved_activations, "is_host_memory", lambda _: False),
         (saved_activations, "offloader", streams),
     ]
     for module in (device, device_copies):

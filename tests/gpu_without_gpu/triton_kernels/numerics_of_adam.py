@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.distributed.parameter_shard import MainParamShard, ParameterShard, main_param_of
 from megatron.core.kernels.registry import OTHER_DEVICES, KernelTable
 from megatron.core.kernels.triton_kernels import adam
-from megatron.core.optimizer import chunk_updates, chunked_state
+from megatron.core.optimizer import chunked_state
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
 from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
 from megatron.core.optimizer.definitions import OPTIMIZERS
-from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, assert_close
 
@@ -55,7 +54,7 @@ def optimizer_of(model, first, second, main, monkeypatch, *, stored, **settings)
             patch.setattr(
                 chunked_state, "CHUNK_UPDATES", KernelTable("u", {OTHER_DEVICES: (chosen,)})
             )
-            patch.setattr(chunk_updates, "update_blocks", adam.update_blocks)
+            patch.setattr(chunked_state, "update_blocks", adam.update_blocks)
             optimizer.step(factor)
 
     return optimizer, weights, step

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from megatron.training.metrics.time_account import PARTS
+from megatron.training.hooks.times import PARTS
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:E[-+]\d+)?(?![\w.])")
 _LINE = re.compile(r"^ (\[\d{4}-[^\]]*\] )?(iteration|validation loss)")

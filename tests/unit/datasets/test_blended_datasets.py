@@ -115,9 +115,13 @@ def test_a_blend_that_would_overrun_a_corpus_is_refused(corpora):
     assert "--mid-level-dataset-surplus" in str(caught.value)
 
 
-def test_bad_weights_and_sizes_are_refused(corpora):
-    with pytest.raises(ConfigError, match=r"weight 0.0 of a blend"):
-        build([5, 0, 0], blend=(corpora, [1.0, 0.0, 1.0]))
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_not_positive_is_refused(corpora, weight):
+    with pytest.raises(ConfigError, match=f"weight {weight} of a blend is not a positive number"):
+        build([5, 0, 0], blend=(corpora, [1.0, weight, 1.0]))
+
+
+def test_bad_sizes_are_refused(corpora):
     with pytest.raises(ConfigError, match="2 datasets with 1 weights"):
         BlendedDataset([gpt_dataset(p) for p in corpora[:2]], [1.0], 5, config())
     with pytest.raises(ConfigError, match="sizes"):

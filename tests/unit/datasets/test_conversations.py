@@ -283,23 +283,6 @@ def test_packs_are_documents_of_whole_conversations(folder, capsys):
     assert all(masks[at][-1] == 1 for at in range(len(masks)))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"messages": "text"}, "'messages' is not a list of messages (found str)"),
-        ({"messages": []}, "'messages' is not a list of messages (found list)"),
-        ({"messages": [{"role": "user"}, 7]}, "is not a list of messages (message 2)"),
-        ({"text": "a"}, "no key 'messages'"),
-        ({"messages": [{"role": "user", "content": None}]}, "refused by the chat template"),
-    ],
-)
-def test_what_is_no_conversation_is_named(folder, capsys, line, message):
-    assert run(folder, [{"messages": talk("a", "b")}, line]) == 1
-    told = capsys.readouterr().err
-    assert "in.jsonl, line 2: " in told
-    assert message in told
-
-
 def test_flags_that_do_not_go_together_are_named_at_once(folder, capsys):
     flags = ["--split-sentences", "--fim-rate", "0.5", "--pack-length", "1"]
     assert run(folder, [], *flags) == 2
@@ -395,6 +378,11 @@ def test_null_is_never_learned_as_a_word(folder, capsys, source):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
+        ({"messages": "text"}, "'messages' is not a list of messages (found str)"),
+        ({"messages": []}, "'messages' is not a list of messages (found list)"),
+        ({"messages": [{"role": "user"}, 7]}, "is not a list of messages (message 2)"),
+        ({"text": "a"}, "no key 'messages'"),
+        ({"messages": [{"role": "user", "content": None}]}, "refused by the chat template"),
         ({"messages": CALLING}, "the template does not write the tool_calls of message 2"),
         (
             {

@@ -5,13 +5,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockTokens
-from megatron.core.datasets.utils import Split
-from megatron.core.foundation.errors import ConfigError, DataError
-from tests.unit.datasets import oracle
+from megatron.core.foundation.errors import ConfigError
 from tests.unit.datasets.corpora import (
     EOD,
     Tokenizer,
@@ -20,36 +17,6 @@ from tests.unit.datasets.corpora import (
     random_documents,
     write_corpus,
 )
-
-
-@pytest.mark.parametrize("extra", [True, False])
-@pytest.mark.parametrize("mmap", [True, False])
-def test_samples_are_the_slices_of_the_document_stream_that_the_recipe_names(tmp_path, extra, mmap):
-    documents = random_documents(3, 40)
-    prefix = write_corpus(tmp_path / "c", documents)
-    dataset = gpt_dataset(
-        prefix, 150, add_extra_token_to_sequence=extra, mmap_bin_files=mmap, sequence_length=11
-    )
-    lengths = np.array([len(d) for d in documents], np.int32)
-    document_index, sample_index, shuffle_index, epochs, _ = oracle.gpt_indices(
-        range(40), lengths, 11, int(extra), 150, 7
-    )
-    assert epochs > 1
-    assert np.array_equal(dataset.document_index, document_index)
-    assert np.array_equal(dataset.sample_index, sample_index)
-    assert np.array_equal(dataset.shuffle_index, shuffle_index)
-    for i in range(len(dataset)):
-        text = oracle.sample_tokens(
-            documents, document_index, sample_index, shuffle_index[i], int(extra)
-        )
-        sample = dataset[i]
-        if extra:
-            assert sample["tokens"].tolist() == text[:-1]
-            assert sample["labels"].tolist() == text[1:]
-        else:
-            assert sample["tokens"].tolist() == text
-            assert sample["labels"].tolist() == [*text[1:], 0]
-            assert sample["loss_mask"].tolist() == [1.0] * 10 + [0.0]
 
 
 def test_an_item_has_the_types_and_shapes_that_the_loop_expects():
@@ -115,30 +82,6 @@ def test_resets_without_an_end_token_are_refused():
     assert len(gpt_dataset(random_documents(1, 9), tokenizer=Tokenizer(eod=None))[0]) == 4
 
 
-def test_a_partial_validation_sample_is_padded_without_loss():
-    documents = [np.arange(1, 11)]
-    kept = gpt_dataset(
-        documents,
-        split=Split.valid,
-        sequence_length=4,
-        drop_last_partial_validation_sequence=False,
-    )
-    assert len(kept) == 3
-    assert len(gpt_dataset(documents, split=Split.valid, sequence_length=4)) == 2
-    last = kept[int(np.flatnonzero(kept.shuffle_index == 2)[0])]
-    assert last["tokens"].tolist() == [9, 10, 0, 0]
-    assert last["labels"].tolist() == [10, 0, 0, 0]
-    assert last["loss_mask"].tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_pad_tokens_in_the_data_lose_their_loss_and_become_zero():
-    documents = [np.array([5, 98, 6, 98, 7])]
-    item = gpt_dataset(documents, sequence_length=4, tokenizer=Tokenizer(pad=98))[0]
-    assert item["tokens"].tolist() == [5, 0, 6, 0]
-    assert item["labels"].tolist() == [0, 6, 0, 7]
-    assert item["loss_mask"].tolist() == [0.0, 1.0, 0.0, 1.0]
-
-
 def test_a_pad_id_that_is_also_the_end_of_document_masks_only_padding():
     documents = [np.array([5, EOD, 6, EOD, 7])]
     item = gpt_dataset(documents, sequence_length=4, tokenizer=Tokenizer(pad=EOD))[0]
@@ -159,33 +102,6 @@ def test_a_sample_that_fills_a_batch_has_no_loss():
     item = dataset[None]
     assert item["loss_mask"].sum() == 0
     assert item["tokens"].shape == (16,)
-
-
-@pytest.mark.parametrize(("bad", "dtype"), [(70000, np.int32), (100, np.uint16), (-3, np.int32)])
-def test_an_id_outside_the_vocabulary_is_refused_and_located(tmp_path, bad, dtype):
-    documents = [np.arange(50), np.arange(20), np.arange(30)]
-    documents[1][13] = bad
-    prefix = write_corpus(tmp_path / "c", documents, dtype)
-    dataset = gpt_dataset(prefix, sequence_length=9)
-    with pytest.raises(DataError) as caught:
-        _ = [dataset[i] for i in range(len(dataset))]
-    assert str(caught.value) == (
-        f"token {bad} at position 13 of document 1 in {prefix}.bin is outside the vocabulary of "
-        "100.\n"
-        "  rule:  token ids must be between 0 and the vocabulary size - 1\n"
-        "  flags: --data-path, --tokenizer-type, --tokenizer-model, --vocab-size\n"
-        "  fix:   train with the tokenizer that the corpus was preprocessed with, or preprocess it "
-        "again; if the file is damaged, copy it again"
-    )
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_loader_workers_return_the_same_samples(tmp_path, workers):
-    prefix = write_corpus(tmp_path / "c", random_documents(5, 50))
-    dataset = gpt_dataset(prefix)
-    here = torch.cat([batch["tokens"] for batch in DataLoader(dataset, batch_size=4)])
-    there = DataLoader(dataset, batch_size=4, num_workers=workers)
-    assert torch.equal(torch.cat([batch["tokens"] for batch in there]), here)
 
 
 def test_a_pickled_dataset_names_its_files_instead_of_copying_them(tmp_path, everything_is_kept):

@@ -8,8 +8,8 @@ from megatron.core.datasets.order.index_building import (
     split_boundaries,
     split_bounds,
 )
-from megatron.core.datasets.utils import get_blend_from_list, normalize
-from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.foundation.errors import DataError
 from tests.unit.datasets import recipe_cases
 
 
@@ -63,9 +63,3 @@ def test_split_bounds_are_rounded_half_to_even():
 )
 def test_data_paths_are_prefixes_or_weights_and_prefixes(given, read):
     assert get_blend_from_list(given) == read
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_not_positive_is_refused(weight):
-    with pytest.raises(ConfigError, match="of a blend is not a positive number"):
-        normalize([1.0, weight])

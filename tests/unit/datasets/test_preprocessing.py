@@ -234,18 +234,6 @@ def test_corpora_of_several_keys_hold_the_same_documents(tmp_path, capsys, worke
     assert capsys.readouterr().out.count("empty, left out              250") == 2
 
 
-def test_empty_documents_are_left_out_and_lists_become_sequences(tmp_path, capsys):
-    documents = [{"text": ""}, {"text": ["one", "", "two"]}, {"text": []}, {"text": "three"}]
-    write_lines(tmp_path / "in.jsonl", documents)
-    assert run(tmp_path) == 0
-    dataset = IndexedDataset(str(tmp_path / "out_text_document"))
-    assert texts_of(tmp_path / "out_text_document") == ["one", "two", "three"]
-    assert dataset.document_indices.tolist() == [0, 2, 3]
-    printed = capsys.readouterr().out
-    assert "empty, left out                2" in printed
-    assert "sequences                      3" in printed
-
-
 def test_a_missing_input_or_end_token_is_named_before_any_work(tmp_path, capsys):
     assert run(tmp_path, source="none.jsonl") == 1
     assert f"{tmp_path}/none.jsonl: no such file, and no file matches it" in capsys.readouterr().err
@@ -335,12 +323,13 @@ def punkt(monkeypatch):
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", FakePunkt("nltk.tokenize.punkt"))
 
 
-def test_sentences_become_sequences_of_their_document(tmp_path, punkt):
+def test_sentences_become_sequences_of_their_document(tmp_path, punkt, capsys):
     write_lines(tmp_path / "in.jsonl", [{"text": "One. Two."}, {"text": "Three."}])
     assert run(tmp_path, "--split-sentences") == 0
     assert texts_of(tmp_path / "out_text_sentence") == ["One.", "Two.", "Three."]
     dataset = IndexedDataset(str(tmp_path / "out_text_sentence"))
     assert dataset.document_indices.tolist() == [0, 2, 3]
+    assert "sequences                      3" in capsys.readouterr().out
 
 
 def test_white_space_between_sentences_can_be_kept(punkt):

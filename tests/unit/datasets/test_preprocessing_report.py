@@ -1,6 +1,5 @@
 """Counts, quantiles, progress lines and the report say what was written."""
 
-import io
 import json
 
 import pytest
@@ -46,13 +45,12 @@ def test_percentiles_of_the_summary_are_those_that_stats_gives(tmp_path, capsys)
     assert f"(50 %: {found[50]}, 90 %: 179, 99 %: {found[99]}; longest 199)" in said
 
 
-def test_a_log_hears_of_long_documents_before_there_are_many():
-    stream = io.StringIO()
-    progress = Progress(1000, 1000, CorpusStats(), stream=stream)
+def test_a_log_hears_of_long_documents_before_there_are_many(capsys):
+    progress = Progress(1000, 1000, CorpusStats())
     tally = CorpusStats(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
     progress(tally, 100)
-    assert stream.getvalue() == ""
+    assert capsys.readouterr().err == ""
     progress._reported -= 11  # seconds
     progress(tally, 100)
     progress(tally, 100)
-    assert stream.getvalue().count("Processed 5 documents") == 1
+    assert capsys.readouterr().err.count("Processed 5 documents") == 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset, attention_mask
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.order.blend_order import SpacedOrder
 from megatron.core.datasets.order.index_building import _shuffle
 from megatron.core.datasets.order.permutation import KeyedPermutation
@@ -54,30 +54,51 @@ def test_a_keyed_permutation_is_one_to_one_and_vectorises(size, key):
     assert [order[i] for i in range(0, size, 37)] == whole[::37].tolist()
 
 
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
-def test_samples_of_every_token_type_equal_the_recipe(tmp_path, dtype, implementation):
+def test_samples_of_every_token_type_equal_the_recipe(tmp_path, dtype, mmap, extra, implementation):
     documents = random_documents(3, 30)
     prefix = write_corpus(tmp_path / "c", documents, dtype)
-    dataset = gpt_dataset(prefix, 60, sequence_length=11, tokenizer=Tokenizer(pad=42))
-    document_index, sample_index, shuffle_index, _, _ = oracle.gpt_indices(
-        range(30), [len(d) for d in documents], 11, 1, 60, 7
+    corpus = IndexedDataset(prefix, mmap=mmap)
+    settings = config(
+        sequence_length=11, tokenizer=Tokenizer(pad=42), add_extra_token_to_sequence=extra
     )
+    dataset = GPTDataset(corpus, prefix, np.arange(30), 60, Split.train, settings)
+    *arrays, epochs, _ = oracle.gpt_indices(
+        range(30), [len(d) for d in documents], 11, int(extra), 60, 7
+    )
+    assert epochs > 1
+    found = (dataset.document_index, dataset.sample_index, dataset.shuffle_index)
+    assert all(np.array_equal(*pair) for pair in zip(found, arrays, strict=True))
     for i in range(len(dataset)):
-        text = oracle.sample_tokens(documents, document_index, sample_index, shuffle_index[i], 1)
+        text = oracle.sample_tokens(documents, *arrays[:2], arrays[2][i], int(extra))
+        tokens, labels = (text[:-1], text[1:]) if extra else (text, [*text[1:], 42])
         sample = dataset[i]
-        assert sample["tokens"].tolist() == [0 if t == 42 else t for t in text[:-1]]
-        assert sample["labels"].tolist() == [0 if t == 42 else t for t in text[1:]]
-        assert sample["loss_mask"].tolist() == [float(t != 42) for t in text[1:]]
+        assert sample["tokens"].tolist() == [0 if t == 42 else t for t in tokens]
+        assert sample["labels"].tolist() == [0 if t == 42 else t for t in labels]
+        assert sample["loss_mask"].tolist() == [float(t != 42) for t in labels]
 
 
-def test_an_id_outside_the_vocabulary_is_located_in_every_order(tmp_path, implementation):
+@pytest.mark.parametrize(("bad", "dtype"), [(70000, np.int32), (100, np.uint16), (-3, np.int32)])
+@pytest.mark.parametrize("order", ["megatron", "native"])
+def test_an_id_outside_the_vocabulary_is_located_in_every_order(
+    tmp_path, order, bad, dtype, implementation
+):
     documents = [np.arange(50), np.arange(20), np.arange(30)]
-    documents[1][13] = 777
-    prefix = write_corpus(tmp_path / "c", documents)
-    for order in ("megatron", "native"):
-        dataset = gpt_dataset(prefix, sequence_length=9, sample_order=order)
-        with pytest.raises(DataError, match="token 777 at position 13 of document 1 in"):
-            _ = [dataset[i] for i in range(len(dataset))]
+    documents[1][13] = bad
+    prefix = write_corpus(tmp_path / "c", documents, dtype)
+    dataset = gpt_dataset(prefix, sequence_length=9, sample_order=order)
+    with pytest.raises(DataError) as caught:
+        _ = [dataset[i] for i in range(len(dataset))]
+    assert str(caught.value) == (
+        f"token {bad} at position 13 of document 1 in {prefix}.bin is outside the vocabulary of "
+        "100.\n"
+        "  rule:  token ids must be between 0 and the vocabulary size - 1\n"
+        "  flags: --data-path, --tokenizer-type, --tokenizer-model, --vocab-size\n"
+        "  fix:   train with the tokenizer that the corpus was preprocessed with, or preprocess it "
+        "again; if the file is damaged, copy it again"
+    )
 
 
 def windows_of(dataset, epoch=0):
@@ -135,17 +156,16 @@ def test_a_native_split_stays_within_its_documents(tmp_path):
     assert list(tmp_path.glob("c/**/*")) == [], "nothing is kept on disk"
 
 
-def test_a_partial_native_validation_sample_is_padded_without_loss():
-    kept = gpt_dataset(
-        [np.arange(1, 11)],
-        split=Split.valid,
-        sequence_length=4,
-        drop_last_partial_validation_sequence=False,
-        sample_order="native",
-    )
+@pytest.mark.parametrize("order", ["megatron", "native"])
+def test_a_partial_validation_sample_is_padded_without_loss(order):
+    documents = [np.arange(1, 11)]
+    settings = {"split": Split.valid, "sequence_length": 4, "sample_order": order}
+    kept = gpt_dataset(documents, drop_last_partial_validation_sequence=False, **settings)
+    assert len(gpt_dataset(documents, **settings)) == 2
     last = next(kept[i] for i in range(3) if kept[i]["loss_mask"].sum() < 4)
     assert len(kept) == 3
     assert last["tokens"].tolist() == [9, 10, 0, 0]
+    assert last["labels"].tolist() == [10, 0, 0, 0]
     assert last["loss_mask"].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 

@@ -18,13 +18,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_group_stays():
-    yield
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-
-
 def engine_of(model, **more):
     return deepspeed.initialize(model=model, config=CONFIG | more)[0]
 

@@ -1,7 +1,5 @@
 """The engine in one process: its contract, call by call."""
 
-import contextlib
-
 import pytest
 import safetensors.torch
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 
 from megatron.core.foundation.errors import CheckpointError, ConfigError, ScheduleError
 from megatron_lattice import deepspeed
-from megatron_lattice.deepspeed.optimizers import check_client
+from megatron_lattice.deepspeed.initialize import check_client
 from megatron_lattice.deepspeed.settings import engine_settings
 from megatron_lattice.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -20,14 +18,6 @@ from megatron_lattice.deepspeed.utils.zero_to_fp32 import (
 from tests.unit.dist_checkpointing.interop import interop_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
-
-
-@pytest.fixture(autouse=True)
-def _no_processes():
-    """Leave no process group behind."""
-    yield
-    with contextlib.suppress(AssertionError, ValueError):
-        deepspeed.comm.destroy_process_group()
 
 
 def start(model=None, **config):

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron_lattice.deepspeed.batch import resolve_batch
 from megatron_lattice.deepspeed.reading import collect, load_document, read_settings
 from megatron_lattice.deepspeed.settings import (
     data_parallel_config,
     engine_settings,
     optimizer_config,
+    resolve_batch,
 )
 
 

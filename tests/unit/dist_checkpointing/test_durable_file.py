@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     read_block,
     write_shards,
 )
+from megatron.core.dist_checkpointing.thread_pool import threads_per_rank
 from megatron.core.dist_checkpointing.writer import WINDOW_BYTES, DurableFile
 
 
@@ -154,3 +155,13 @@ def test_copies_of_tensors_that_are_not_contiguous_are_few_at_a_time(tmp_path: P
     strided = [(f"t{i}", torch.zeros(512, 2048).t()) for i in range(12)]
     write_shards("f", header_of(strided, {}), strided, Counting())
     assert max(alive) <= 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "expected"),
+    [("1", 2, 2), ("2", 2, 1), ("8", 2, 1), ("8", 192, 4), ("many", 3, 3), ("0", 3, 3)],
+)
+def test_ranks_of_a_machine_share_its_cores(ranks, cores, expected, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert threads_per_rank() == expected

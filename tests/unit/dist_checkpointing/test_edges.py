@@ -28,8 +28,9 @@ def test_retention_deletes_only_checkpoints_of_runs(ram_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"", "holds nothing"), (b"abc", "holds 'abc'"), (b"\0\0", "not a number"), (b"\xff", "text")],
-)
+    [(b"", "holds nothing"), (b"abc", "holds 'abc'"), (b"\0\0", "not a number"),
+     (b"\xff", "text"), (b"9" * 100, "bytes"), (b"10; rm -rf /", "holds '10;")],
+)  # fmt: skip
 def test_a_tracker_that_cannot_be_read_is_told(content: bytes, why: str, ram_path: Path) -> None:
     save(ram_path, 5)
     (ram_path / "latest_checkpointed_iteration.txt").write_bytes(content)

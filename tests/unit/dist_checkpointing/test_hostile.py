@@ -4,7 +4,6 @@ import ast
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,35 +17,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.manifest import metadata_bytes
 from megatron.core.dist_checkpointing.shard_file import hash_of
 from megatron.core.foundation.errors import CheckpointError
+from tests.unit.dist_checkpointing.interop.payloads import Runs, calls
 from tests.unit.dist_checkpointing.runs import load, save
 from tests.unit.dist_checkpointing.states import one_tensor
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.canary}",)
-
-
-def pickles(canary: Path) -> dict[str, bytes]:
-    """The payload in every container that a loader might open."""
-    saved = io.BytesIO()
-    torch.save({"model": Payload(canary)}, saved)
-    old = io.BytesIO()
-    torch.save(Payload(canary), old, _use_new_zipfile_serialization=False)
-    return {f"pickle protocol {p}": pickle.dumps(Payload(canary), protocol=p) for p in range(6)} | {
-        "torch.save zip": saved.getvalue(),
-        "torch.save legacy": old.getvalue(),
-        "numpy object array": b"\x93NUMPY\x01\x00" + pickle.dumps(Payload(canary)),
-        "python source": f"import os; os.system('touch {canary}')".encode(),
-        "yaml object": f"!!python/object/apply:os.system ['touch {canary}']".encode(),
-    }
 
 
 @pytest.mark.parametrize(
@@ -60,7 +35,12 @@ def test_code_in_any_file_never_runs(name: str, ram_path: Path) -> None:
     save(directory, 10)
     path = directory / "iter_0000010" / name
     original = path.read_bytes()
-    for payload in pickles(canary).values():
+    payloads = [*calls(canary).values()]
+    for is_zip in (True, False):
+        saved = io.BytesIO()
+        torch.save(Runs(os.system, f"touch {canary}"), saved, _use_new_zipfile_serialization=is_zip)
+        payloads.append(saved.getvalue())
+    for payload in payloads:
         path.write_bytes(payload)
         if name.startswith(".."):
             assert load(directory) == 10

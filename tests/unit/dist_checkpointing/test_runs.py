@@ -1,8 +1,6 @@
 """Saving and loading a run: what comes back, asynchronous saves, retention, the lock."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation.errors import CheckpointError, ConfigError
 from megatron.core.parameters.rng import rng_state
 from megatron.training.run.state import TrainState
+from tests.harness.save_lock_holder import held_by_another_run
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, load, save
 from tests.unit.dist_checkpointing.states import one_tensor
@@ -349,25 +348,12 @@ def test_ranks_commit_an_asynchronous_save_together(ram_path: Path) -> None:
     assert found.tolist() == [0, 0, 1, 1]
 
 
-HOLD = """
-import sys, time
-from megatron.core.dist_checkpointing.save_lock import SaveLock
-lock = SaveLock.acquire(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
 def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(ram_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(ram_path)],
-        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()},
-    ) as other:  # fmt: skip
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"another run is saving.*{other.pid}"):
-            SaveLock.acquire(ram_path, grace_s=0.2)
-        other.kill()
+    with (
+        held_by_another_run(ram_path),
+        pytest.raises(CheckpointError, match=r'another run is saving.*"pid": \d+'),
+    ):
+        SaveLock.acquire(ram_path, grace_s=0.2)
     lock = SaveLock.acquire(ram_path)
     assert SaveLock.acquire(ram_path) is lock
     lock.release()

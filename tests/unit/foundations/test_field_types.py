@@ -27,14 +27,14 @@ from megatron.core.models.vision.vision_config import VisionConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.low_rank_adapter import AdapterSettings, LoraConfig
+from megatron.core.transformer.low_rank_adapter import LoraConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.inference.sampling import Sampling
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 CONFIGS = (
     *(TransformerConfig, MLATransformerConfig, ModelParallelConfig, OptimizerConfig),
-    *(DistributedDataParallelConfig, VisionConfig, LoraConfig, AdapterSettings, Sampling),
+    *(DistributedDataParallelConfig, VisionConfig, LoraConfig, Sampling),
     *(GPTDatasetConfig, GPTFIMDatasetConfig, BERTMaskedWordPieceDatasetConfig),
     *(T5MaskedWordPieceDatasetConfig, VisionTextConfig),
 )

@@ -5,6 +5,7 @@ import torch
 
 from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask, keyed_dropout
 from megatron.core.parameters.rng import derive_seed, rng_state
+from megatron.core.step_context.context import within_step
 from megatron.core.step_context.random_scope import SequenceShard
 
 
@@ -81,7 +82,7 @@ def test_recomputation_draws_again_from_the_remembered_scope():
         scope = rng_state().scope
         first = keyed_dropout(x, 0.3)
     rng_state().set_microbatch(3)
-    with rng_state().in_saved_scope(scope):
+    with within_step(random_scope=scope):
         assert torch.equal(keyed_dropout(x, 0.3), first)
     assert rng_state().first_sample == 6
 

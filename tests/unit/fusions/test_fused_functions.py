@@ -31,6 +31,7 @@ PLAIN_GATED = {
     geglu: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     quick_geglu: lambda gate, up: gate * torch.sigmoid(1.702 * gate) * up,
 }
+BIASED = {swiglu: bias_swiglu_impl, geglu: bias_geglu_impl, quick_geglu: bias_quick_geglu_impl}
 
 
 def gradients(function, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -41,18 +42,35 @@ def gradients(function, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
     return out.detach(), list(torch.autograd.grad(out, leaves, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", PLAIN_GATED, ids=lambda f: f.__name__)
-def test_gated_activations_equal_the_plain_formula(function, dtype):
-    x = (torch.randn(5, 3, 24) * 2).to(dtype)
+CALLS = {
+    "without a bias": lambda function, x, bias, weights: function(x),
+    "bias": lambda function, x, bias, weights: BIASED[function](x, bias),
+    "weights": lambda function, x, bias, weights: weighted_bias_swiglu_impl(x, bias, weights),
+}
 
-    def plain(x):
-        return PLAIN_GATED[function](*x.float().chunk(2, -1)).to(dtype)
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("function", "call"), [
+    *((function, call) for function in PLAIN_GATED for call in ("without a bias", "bias")),
+    (swiglu, "weights"),
+])  # fmt: skip
+def test_gated_activations_equal_the_plain_formula(function, call, dtype):
+    inputs = [x.to(dtype) for x in (torch.randn(15, 24) * 2, torch.randn(24), torch.rand(15, 1))]
+
+    def plain(x, bias, weights):
+        x, bias, weights = x.float(), bias.float(), weights.float()
+        out = PLAIN_GATED[function](*(x if call == "without a bias" else x + bias).chunk(2, -1))
+        # Each input is in the graph, with a gradient of zero where the call leaves it out.
+        return (out * weights if call == "weights" else out).to(dtype) + 0 * (bias.sum() + weights)
+
+    def ours(*inputs):
+        return CALLS[call](function, *inputs) + 0 * (inputs[1].sum() + inputs[2])
 
     tolerance = FP32_ROUNDED_ONCE if dtype is torch.float32 else BF16_WHOLE_MODEL
-    (out, grads), (expected, expected_grads) = gradients(function, x), gradients(plain, x)
+    (out, grads), (expected, expected_grads) = gradients(ours, *inputs), gradients(plain, *inputs)
     assert_close(out, expected, tolerance, "output")
-    assert_close(grads[0], expected_grads[0], tolerance, "gradient")
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert_close(grad, expected_grad, tolerance, "gradient")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 2), (7, 1, 6)])
@@ -62,26 +80,6 @@ def test_gated_activations_take_any_leading_shape(shape):
     assert y.shape == (*shape[:-1], shape[-1] // 2)
     y.sum().backward()
     assert x.grad.shape == x.shape
-
-
-@pytest.mark.parametrize("fused", [bias_swiglu_impl, bias_geglu_impl, bias_quick_geglu_impl])
-def test_the_bias_of_a_gated_activation_is_added_before_it(fused):
-    x, bias = torch.randn(4, 2, 12), torch.randn(12)
-    (out, grads), (expected, expected_grads) = (
-        gradients(fused, x, bias),
-        gradients(lambda x, b: fused(x + b, None), x, bias),
-    )
-    assert_close(out, expected, FP32_ROUNDED_ONCE, "output")
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert_close(grad, expected_grad, FP32_ROUNDED_ONCE, "gradient")
-
-
-def test_a_weighted_swiglu_scales_each_token():
-    x, weights = torch.randn(6, 8), torch.rand(6, 1)
-    out, grads = gradients(lambda x, w: weighted_bias_swiglu_impl(x, None, w), x, weights)
-    expected, expected_grads = gradients(lambda x, w: swiglu(x) * w, x, weights)
-    assert_close(out, expected, FP32_ROUNDED_ONCE, "output")
-    assert_close(grads[1], expected_grads[1], FP32_ROUNDED_ONCE, "gradient of the weights")
 
 
 def test_bias_gelu_is_the_tanh_form():

@@ -16,21 +16,20 @@ def choose_tokens(x, position, sampling):
     return choose_from_draws(x, [Draw(sampling, row, position) for row in range(len(x))])
 
 
-def test_temperature_zero_takes_the_most_likely():
-    assert choose_tokens(logits(), 3, Sampling()).equal(logits().argmax(-1))
+SMALLEST = (1e-3, 1e-6, 1e-7, 1e-39, 5e-324)
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=5.0, top_k=1), Sampling(temperature=1.0, top_p=1e-6)]
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=5.0, top_k=1),
+        *(Sampling(temperature=smallest) for smallest in SMALLEST),
+        *(Sampling(temperature=1.0, top_p=smallest) for smallest in SMALLEST),
+    ],
 )
-def test_the_narrowest_restriction_is_greedy(sampling):
+def test_the_narrowest_choice_takes_the_most_likely(sampling):
     assert choose_tokens(logits(), 3, sampling).equal(logits().argmax(-1))
-
-
-@pytest.mark.parametrize("smallest", [1e-3, 1e-7, 1e-39, 5e-324])
-def test_the_smallest_temperature_and_top_p_take_the_most_likely(smallest):
-    for sampling in (Sampling(temperature=smallest), Sampling(temperature=1.0, top_p=smallest)):
-        assert choose_tokens(logits(), 3, sampling).equal(logits().argmax(-1))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.5)])

@@ -6,20 +6,14 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.tokenizers.null_and_byte import ByteTokenizer
 from megatron.inference.engine import Token
 from megatron.inference.text import Continuation, TextStream, take
 from tools.generate import GenerateFlags, described, prompts_of
 
 
-class Bytes:
-    """One token a byte: characters of several bytes are split."""
-
-    def detokenize(self, tokens):
-        return bytes(tokens).decode("utf-8", errors="replace")
-
-
 def pieces(text, prompt="ab", stop=()):
-    stream = TextStream(Bytes(), prompt.encode(), stop)
+    stream = TextStream(ByteTokenizer(), prompt.encode(), stop)
     found = [stream.push(token) for token in text.encode() if not stream.stopped]
     return [*found, stream.finish()]
 
@@ -32,7 +26,7 @@ def test_pieces_end_at_whole_characters():
 
 
 def test_an_unfinished_character_is_shown_at_the_end():
-    stream = TextStream(Bytes(), b"a")
+    stream = TextStream(ByteTokenizer(), b"a")
     assert stream.push("é".encode()[0]) == ""
     assert stream.finish() == "\ufffd"
 
@@ -47,7 +41,7 @@ def test_a_stop_word_ends_the_text_and_no_part_of_it_is_shown(stop, shown):
 
 
 def test_what_may_begin_a_stop_word_is_held_back():
-    stream = TextStream(Bytes(), b"a", ["\n\nHuman"])
+    stream = TextStream(ByteTokenizer(), b"a", ["\n\nHuman"])
     assert [stream.push(token) for token in b"x\n\nHut"] == ["x", "", "", "", "", "\n\nHut"]
 
 
@@ -57,7 +51,7 @@ def test_what_may_begin_a_stop_word_is_held_back():
      ("length", ("!",), ("hi", "stop", 3)), ("length", ("i",), ("h", "stop", 2))],
 )  # fmt: skip
 def test_a_continuation_knows_why_it_ended(reason, stop, expected):
-    stream, result = TextStream(Bytes(), b"a", stop), Continuation()
+    stream, result = TextStream(ByteTokenizer(), b"a", stop), Continuation()
     for place, token in enumerate(b"hi!"):
         if not stream.stopped:
             take(Token(1, token, reason if place == 2 else None), stream, result)

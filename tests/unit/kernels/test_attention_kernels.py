@@ -1,8 +1,8 @@
-"""Which attention kernel is chosen, and that all of them compute the same numbers."""
+"""Which attention kernel is chosen, and the masks of flex attention."""
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -11,13 +11,8 @@ from megatron.core.kernels import attention as table
 from megatron.core.kernels.attention import ATTENTION, choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
-from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.kernels.library_attention import MASK_BLOCK, _block_mask, flex_attention_with
+from megatron.core.kernels.library_attention import MASK_BLOCK, _block_mask
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
-from megatron.core.kernels.torch_attention import sdpa_with_mask, unfused
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
-
-S, B, N, G, D, E = 24, 2, 4, 2, 8, 6
 
 
 def plain():
@@ -174,10 +169,6 @@ def test_needs_that_no_kernel_meets_together_are_refused():
         choose_attention(q, q, q, options, comm_type="p2p")
 
 
-def uncompiled_flex(q, k, v, options):
-    return flex_attention_with(flex_attention, q, k, v, options)
-
-
 def masks_of_flex():
     generator = torch.Generator().manual_seed(0)
     for s in (1, 128, 300, 1024):
@@ -220,30 +211,3 @@ def test_a_mask_of_blocks_takes_no_memory_of_the_order_of_the_scores():
         _block_mask.__wrapped__((-1, 0), ids, s, torch.device("cpu"))
     tables = 2 * (s // MASK_BLOCK) ** 2 * 8  # int64, for each of two samples
     assert 0 < largest <= max(tables, ids.nbytes)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", [uncompiled_flex, sdpa_with_mask, unfused])
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 0)])
-@pytest.mark.parametrize("with_documents", [False, True])
-@pytest.mark.parametrize(("softcap", "with_sink"), [(None, False), (1.5, False), (None, True)])
-def test_kernels_of_accelerators_equal_the_blockwise_one(
-    kernel, window, with_documents, softcap, with_sink
-):
-    if kernel is sdpa_with_mask and (softcap or with_sink):
-        softcap, with_sink = None, False
-    documents = (torch.rand(B, S) < 0.15).cumsum(1).int() if with_documents else None
-    shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
-    has_backward = kernel is not uncompiled_flex  # torch offers none on the CPU
-    inputs = [torch.randn(shape, requires_grad=has_backward) for shape in shapes]
-    sink = torch.randn(N, requires_grad=has_backward) if with_sink else None
-    options = AttentionOptions(0.3, MaskSpec(window, documents), sink=sink, softcap=softcap)
-    leaves = inputs + ([sink] if sink is not None else [])
-    weight = torch.randn(S, B, N * E)
-    found = []
-    for run in (kernel, blockwise_attention):
-        out = run(*inputs, options)
-        gradients = torch.autograd.grad((out * weight).sum(), leaves) if has_backward else ()
-        found.append((out, *gradients))
-    for name, ours, expected in zip(("output", "q", "k", "v", "sink"), *found, strict=False):
-        assert_close(ours, expected, FP32_REORDERED_SUM, name)

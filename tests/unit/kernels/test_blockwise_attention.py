@@ -1,4 +1,4 @@
-"""Blockwise attention: the numbers of the formula in fp64, and never an [s, s] tensor."""
+"""Blockwise attention: its roundings, its tiles, and never an [s, s] tensor."""
 
 import pytest
 import torch
@@ -7,83 +7,16 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.context_parallel.attention import key_heads_for_ranks
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.kernels import online_softmax
+from megatron.core.kernels import blockwise_attention as kernel
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask
-from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.random_scope import SequenceShard
-from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import BF16_WHOLE_MODEL, assert_close
 
 S, B, N, G, D, E = 40, 2, 4, 2, 8, 6
 SCALE = 0.3
-CAUSAL, WINDOW, EVERYTHING = (-1, 0), (7, 0), (-1, -1)
-
-
-def hidden_pairs(window, documents):
-    """Return [b, 1, s, s], True where a key is hidden."""
-    i, j = torch.arange(S)[:, None], torch.arange(S)[None]
-    left, right = window
-    hidden = torch.zeros(S, S, dtype=torch.bool)
-    if left >= 0:
-        hidden |= j < i - left
-    if right >= 0:
-        hidden |= j > i + right
-    hidden = hidden.expand(B, 1, S, S)
-    if documents is None:
-        return hidden
-    return hidden | (documents[:, None, :, None] != documents[:, None, None, :])
-
-
-def formula(q, k, v, hidden, sink, keep_mask):
-    """Return the whole attention in fp64, [s, b, n*e]."""
-    k, v = (t.repeat_interleave(N // G, 2) for t in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k).double() * SCALE
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sink is not None:
-        scores = torch.cat((scores, sink.double().view(1, N, 1, 1).expand(B, N, S, 1)), -1)
-    p = scores.softmax(-1)[..., :S]
-    if keep_mask is not None:
-        p = p * keep_mask
-    return torch.einsum("bnst,tbnd->sbnd", p, v.double()).flatten(2)
-
-
-@pytest.mark.parametrize("tile_keys", [5, 64])
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("with_documents", [False, True])
-@pytest.mark.parametrize("window", [CAUSAL, WINDOW, EVERYTHING])
-def test_output_and_gradients_are_those_of_the_formula(
-    monkeypatch, window, with_documents, dropout, with_sink, tile_keys
-):
-    monkeypatch.setattr(online_softmax, "MAX_BLOCK_ROWS", 8)
-    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", tile_keys)
-    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
-    torch.manual_seed(0)
-    documents = (torch.rand(B, S) < 0.1).cumsum(1).int() if with_documents else None
-    shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    if with_sink:
-        inputs.append(torch.randn(N, requires_grad=True))
-    keep_mask = None
-    if dropout:
-        with rng_state().in_scope("here"):
-            keep_mask = keyed_attention_keep_mask(
-                (B, N, S, S), 1 - dropout, first_head=0, dtype=torch.float32,
-                device=torch.device("cpu"),
-            ) / (1 - dropout)  # fmt: skip
-    sink = inputs[3] if with_sink else None
-    with rng_state().in_scope("here"):
-        options = AttentionOptions(SCALE, MaskSpec(window, documents), dropout=dropout, sink=sink)
-        out = blockwise_attention(*inputs[:3], options)
-    expected = formula(*inputs[:3], hidden_pairs(window, documents), sink, keep_mask)
-    assert_close(out, expected, FP32_REORDERED_SUM, "output")
-    weight = torch.randn(expected.shape)
-    actual = torch.autograd.grad((out * weight).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight.double()).sum(), inputs)
-    for name, a, e in zip(("query", "key", "value", "sink"), actual, wanted, strict=False):
-        assert_close(a, e, FP32_REORDERED_SUM, f"gradient of the {name}")
+CAUSAL = (-1, 0)
 
 
 def test_bf16_is_as_exact_as_its_roundings():
@@ -116,8 +49,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     """The largest tensor of forward and backward doubles with the length, and is no [s, s]."""
-    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", 64)
-    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", 2**12)
+    monkeypatch.setattr(kernel, "MIN_TILE_KEYS", 64)
+    monkeypatch.setattr(kernel, "MAX_TILE_ELEMENTS", 2**12)
     monkeypatch.setattr("megatron.core.parameters.keyed_draws.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
     largest = {}
     for s in (512, 1024):

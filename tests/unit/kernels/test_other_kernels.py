@@ -21,8 +21,8 @@ from megatron.core.models.common.language_module.language_module import (
     SOFTCAP,
     asked_loss,
 )
-from megatron.core.optimizer.chunk_updates import ADAM, ADAMW
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
+from megatron.core.optimizer.definition import ADAM, ADAMW
 from megatron.core.parameters.rng import rng_state
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

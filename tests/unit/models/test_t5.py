@@ -116,22 +116,15 @@ def test_the_flag_of_an_encoder_is_the_number_of_layers_of_one_stack():
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        ("--context-parallel-size 2", "--context-parallel-size"),
         ("--tensor-model-parallel-size 4 --sequence-parallel --decoder-seq-length 6",
          "--decoder-seq-length"),
         ("--decoder-seq-length 20", "--decoder-seq-length"),
         ("--num-layers 9", "--decoder-num-layers"),
         ("--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
          "--num-query-groups"),
-        ("--qk-layernorm", "--qk-layernorm"),
         ("--position-embedding-type relative --relative-attention-num-buckets 2",
          "--relative-attention-num-buckets"),
     ],
 )  # fmt: skip
 def test_what_a_t5_cannot_do_is_refused_by_its_flag(words, flag):
     assert flag in problem_of(f"{LINE} {words}").flags
-
-
-def test_only_a_t5_has_relative_positions():
-    line = LINE.replace(" --decoder-num-layers 3", "") + " --position-embedding-type relative"
-    assert problem_of(line, architecture="gpt").flags == ("--position-embedding-type",)

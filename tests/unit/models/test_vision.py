@@ -132,13 +132,9 @@ def test_tokens_without_their_patches_are_refused(tmp_path):
     ("change", "found"),
     [
         ("--mrope-section 4 4 4", "--mrope-section [4, 4, 4] for heads of 8 pairs"),
-        ("--context-parallel-size 2", "vlm with --context-parallel-size 2"),
-        ("--lora-rank 4", "vlm with --lora-rank 4"),
         ("--vision-num-attention-heads 3", "--vision-hidden-size 64 with 3 heads"),
         ("--vision-window-size 12", "--vision-window-size 12 with blocks of 8 pixels"),
         ("--vision-full-attention-layers 5", "layers [5] of an image encoder with 2 layers"),
-        ("--freeze-LM --freeze-ViT --freeze-projection", "nothing is trained"),
-        ("--position-embedding-type rope", "vlm with --position-embedding-type rope"),
         (
             "--tensor-model-parallel-size 8 --num-attention-heads 8 --mrope-section 2 1 1",
             "with tensor-parallel size 8",

@@ -6,8 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import saved_activations
-from megatron.core.offload.saved_activations import ThreadOffloader
-from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
+from megatron.core.transformer.config.precision import OFFLOAD_MODULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import EXACT, assert_close
 from tests.unit.models.test_residual_stream import KINDS, build, step
@@ -45,13 +44,13 @@ class Recorded:
         return self.inner.take()
 
 
-class RecordedOffloader(ThreadOffloader):
+class RecordedOffloader:
     def __init__(self):
-        super().__init__()
+        self.offload = saved_activations.offloader(torch.device("cpu"))
         self.tensors, self.events = [], []
 
-    def offload(self, tensor):
-        offloaded = super().offload(tensor)
+    def __call__(self, tensor):
+        offloaded = self.offload(tensor)
         offloaded.copied.result()
         storage = StorageWeakRef(tensor.untyped_storage())
         self.tensors.append(Recorded(offloaded, self.events, storage))

@@ -49,17 +49,3 @@ def test_overflow_at_the_floor_follows_the_policy(policy):
     else:
         scaler.update(True)
     assert scaler.scale == 1.0
-
-
-def test_it_goes_on_where_it_stopped():
-    sequence = [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 0]
-    whole = DynamicGradScaler(64.0, 1.0, growth_interval=3, hysteresis=2)
-    first = DynamicGradScaler(64.0, 1.0, growth_interval=3, hysteresis=2)
-    for step, overflow in enumerate(sequence):
-        if step == 5:
-            resumed = DynamicGradScaler(2.0, 1.0, growth_interval=3, hysteresis=2)
-            resumed.load_state_dict(first.state_dict())
-            first = resumed
-        whole.update(bool(overflow))
-        first.update(bool(overflow))
-        assert first.scale == whole.scale

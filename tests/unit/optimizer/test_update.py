@@ -27,6 +27,7 @@ from tests.harness.tolerances import (
     FP32_ROUNDED_ONCE,
     assert_close,
 )
+from tests.unit.optimizer.test_precision_aware import compact
 
 SINGLE = ProcessGroupCollection.single()
 
@@ -285,19 +286,25 @@ def test_chained_optimizers_share_one_norm_and_one_decision():
     assert_close(model.second.weight.detach(), before, EXACT, "weight of the other optimizer")
 
 
-def test_state_goes_on_where_it_stopped():
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_state_goes_on_where_it_stopped(is_compact):
+    """Also in low precision, where bf16 weights and their remainders are the main weights."""
+    ddp_settings, settings = {}, {}
+    if is_compact:
+        ddp_settings = {"dtype": torch.bfloat16, "grad_reduce_in_fp32": True}
+        settings = compact(torch.uint8, torch.float16) | {"bf16": True}
     runs = []
     for stops in (False, True):
-        ddp = wrap(SINGLE)
-        ours = build(ddp)
+        ddp = wrap(SINGLE, **ddp_settings)
+        ours = build(ddp, **settings)
         for step in range(4):
             accumulate(ddp, SINGLE, step, 1)
             ours.step()
             if stops and step == 1:
                 weights, state = ddp.state_dict(), ours.state_dict()
-                ddp = wrap(SINGLE)
+                ddp = wrap(SINGLE, **ddp_settings)
                 ddp.load_state_dict(weights)
-                ours = build(ddp)
+                ours = build(ddp, **settings)
                 ours.load_state_dict(state)
         runs.append(ddp.state_dict())
     for name, tensor in runs[0].items():

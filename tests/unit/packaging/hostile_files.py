@@ -25,8 +25,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.foundation.errors import MegatronError
+from megatron.core.tokenizers.hugging_face import ends_of_generation
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
-from megatron.core.tokenizers.special_ids import ends_of_generation
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face.model_directory import read_model_directory, stored_tensors
 from megatron.training.cli.yaml_file import read_yaml

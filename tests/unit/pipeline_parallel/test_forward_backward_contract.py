@@ -61,17 +61,15 @@ def step_with(loss_func):
     return lambda iterator, model: (model(next(iterator)), loss_func)
 
 
-def run(model, loss_func, data, **options):
-    forward_step = options.pop("forward_step_func", step_with(loss_func))
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(data),
-        model=model,
-        num_microbatches=len(data),
-        seq_length=1,
-        micro_batch_size=1,
-        **options,
-    )
+def run(model, loss_func, data, *, sizes=(), **options):
+    call = {
+        "forward_step_func": step_with(loss_func),
+        "data_iterator": iter(data),
+        "num_microbatches": len(data),
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    return get_forward_backward_func(*sizes)(model=model, **(call | options))
 
 
 DATA = [torch.tensor([1.0, 2.0]), torch.tensor([5.0])]
@@ -373,13 +371,13 @@ def test_several_chunks_on_one_rank_are_run_one_after_the_other():
     def step(iterator, model):
         return model(next(iterator)), lambda out: (out.mean(), out.detach())
 
-    reports = get_forward_backward_func(vp_size=2)(
+    reports = run(
+        chunks,
+        None,
+        DATA,
+        sizes=(None, 2),
         forward_step_func=step,
         data_iterator=[iter(DATA), iter(DATA)],
-        model=chunks,
-        num_microbatches=2,
-        seq_length=1,
-        micro_batch_size=1,
     )
     assert [r.tolist() for r in reports] == [[9.0, 18.0], [45.0]]
     assert [float(c.weight.grad) for c in chunks] == [pytest.approx(3 * 3.25)] * 2
@@ -406,41 +404,23 @@ def test_autocast_is_entered_for_the_forward():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "num_chunks", "error", "message"),
     [
-        ({"model": "two"}, ConfigError, "1 data iterators for 2 model chunks"),
-        ({"num_microbatches": 0}, ScheduleError, "0 micro batches"),
+        ({}, 2, ConfigError, "1 data iterators for 2 model chunks"),
+        ({"num_microbatches": 0}, 1, ScheduleError, "0 micro batches"),
+        ({"sizes": (2, None)}, 1, ConfigError, "pipeline size 2"),
+        ({"sizes": (1, 3)}, 1, ConfigError, "3 model chunks"),
     ],
 )
-def test_contradictory_calls_are_refused(options, error, message):
-    model = Scale(Config())
-    if options.get("model"):
-        options = {"model": [model, Scale(Config())]}
+def test_contradictory_calls_are_refused(options, num_chunks, error, message):
+    chunks = [Scale(Config()) for _ in range(num_chunks)]
     with pytest.raises(error, match=message):
-        get_forward_backward_func()(
-            **{
-                "forward_step_func": step_with(count_tokens),
-                "data_iterator": iter(DATA),
-                "model": model,
-                "num_microbatches": 2,
-                "seq_length": 1,
-                "micro_batch_size": 1,
-                **options,
-            }
-        )
+        run(chunks, count_tokens, DATA, **options)
 
 
-def test_a_schedule_made_for_another_layout_is_refused():
-    for sizes, message in (((2, None), "pipeline size 2"), ((1, 3), "3 model chunks")):
-        with pytest.raises(ConfigError, match=message):
-            get_forward_backward_func(*sizes)(
-                forward_step_func=step_with(count_tokens),
-                data_iterator=iter(DATA),
-                model=Scale(Config()),
-                num_microbatches=2,
-                seq_length=1,
-                micro_batch_size=1,
-            )
+def test_training_inside_no_grad_is_refused():
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"inside torch.no_grad"):
+        run(Scale(Config()), count_tokens, DATA)
 
 
 def test_boundary_tensors_are_split_over_context_and_sequence_parallel_ranks():

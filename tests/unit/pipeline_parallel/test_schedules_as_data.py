@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.instructions import (
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders
-from megatron.core.pipeline_parallel.schedule_definitions.forward_only import forward_only_orders
 from megatron.core.pipeline_parallel.schedule_definitions.gpipe import gpipe_orders
 from megatron.core.pipeline_parallel.schedule_definitions.interleaved import (
     interleaved_order,
@@ -55,19 +54,6 @@ def test_programs_never_deadlock_and_have_the_textbook_bubble(name, p):
                 check(name, p, v, m, prefetch, tally)
     assert tally.problems == []
     assert tally.num_programs > 0
-
-
-@pytest.mark.parametrize(("p", "rank", "v", "group"), [(4, 0, 2, None), (4, 3, 2, 6), (8, 5, 4, 8)])
-def test_interleaved_warm_up_has_the_classical_length(p, rank, v, group):
-    steps = interleaved_order(p, rank, 64, v, group)
-    warm_up = next(i for i, step in enumerate(steps) if step.op is Op.BACKWARD) - 1
-    assert warm_up == 2 * (p - rank - 1) + (v - 1) * (group or p)
-
-
-def test_one_f_one_b_warm_up_is_the_distance_to_the_last_rank():
-    for rank in range(4):
-        steps = one_f_one_b_order(4, rank, 8)
-        assert [step.op for step in steps].index(Op.BACKWARD) == 4 - rank - 1 + 1
 
 
 @pytest.mark.parametrize(
@@ -151,22 +137,6 @@ def test_measured_steps_that_take_turns_are_busy_once():
     forward, backward = Step(Op.FORWARD, 1, 0), Step(Op.BACKWARD, 0, 0)
     spans = [Span(0, forward, 1.0, 3.0), Span(0, backward, 2.0, 5.0), Span(1, forward, 0.0, 4.0)]
     assert report(spans, 2).busy == [4.0, 4.0]
-
-
-def test_pairs_hold_the_way_there_and_back():
-    program = lower(one_f_one_b_orders(4, 10, overlap_f_b=True))
-    assert simulate(program).peak_live_activations == [8, 6, 4, 2]
-    assert [step.op for step in program.ranks[3]].count(Op.OVERLAP_F_B) == 9
-
-
-def test_interleaved_pairs_hold_one_chunk_more_than_without():
-    plain, combined = (
-        simulate(lower(interleaved_orders(4, 8, 2, overlap_f_b=overlap_f_b)))
-        for overlap_f_b in (False, True)
-    )
-    assert plain.peak_live_activations == [11, 9, 7, 5]
-    assert combined.peak_live_activations == [12, 10, 8, 6]
-    assert combined.makespan == plain.makespan
 
 
 def test_a_slow_stage_and_slow_channels_lengthen_the_makespan():
@@ -404,10 +374,3 @@ def test_the_report_of_a_plan_names_bubble_and_memory():
     report = plan_report(StepPlan("1f1b", 4, 2, 8))
     assert report.bubble == 3 / 19
     assert report.peak_live_activations == [11, 9, 7, 5]
-
-
-def test_forward_only_takes_the_same_time_with_any_number_of_chunks():
-    for v in (1, 2, 4):
-        report = simulate(lower(forward_only_orders(4, 8, v)))
-        assert report.makespan == 8 * v + 3
-        assert report.peak_live_activations == [1] * 4

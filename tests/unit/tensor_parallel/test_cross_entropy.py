@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.foundation.errors import DataError
 from megatron.core.kernels import vocab_softmax
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
@@ -124,13 +123,6 @@ def test_huge_logits_give_finite_losses():
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([[0], [1]]))
     assert torch.isfinite(loss).all() and loss[0].item() == 0.0
     assert loss[1].item() == pytest.approx(1.0986123, rel=1e-6)
-
-
-@pytest.mark.parametrize("bad", [-1, 6, 2**40])
-def test_a_label_outside_the_vocabulary_is_refused(bad):
-    target = torch.tensor([[0, bad]])
-    with pytest.raises(DataError, match=f"label {bad} is outside the vocabulary of 6 entries"):
-        vocab_parallel_cross_entropy(torch.zeros(1, 2, 8), target, num_valid=6)
 
 
 def test_the_gradient_of_given_away_logits_lies_in_their_memory():

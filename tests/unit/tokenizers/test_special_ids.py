@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.errors import DataError
 from megatron.core.tokenizers import MegatronTokenizer, make_tokenizer
-from megatron.core.tokenizers.special_ids import ends_of_generation
+from megatron.core.tokenizers.hugging_face import ends_of_generation
 from tools import preprocess_data
 
 TEXTS = ["Shall I compare thee", "", " a", "<s>text <|im_end|> more", "two\nlines 漢字"]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron.training.hooks.monitoring import PREFIX, metric_name
-from megatron.training.metrics.time_account import PARTS
+from megatron.training.hooks.times import PARTS
 from tests.harness.json_schema import problems
 from tests.harness.pool import REPOSITORY
 

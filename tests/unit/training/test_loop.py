@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import megatron.training.hooks.evaluation as hook_module
-import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import SINGLE_RANK, ProcessGroupCollection
@@ -26,9 +25,9 @@ from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.standard import evaluation_plan
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
-from megatron.training.run.context import BatchPlan, ValidationSet
+from megatron.training.run.context import ValidationSet
 from megatron.training.run.loss_reduction import DeferredLosses
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import BatchPlan, StepResult, StopReason, TrainState
 from megatron.training.setup.model import build_model
 from tests.harness.resolved_run import run_of
 
@@ -135,7 +134,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
     """It lasts 200 passes; the samples count as evaluated, so that later ones stay the same."""
     passes, lines = [], []
     monkeypatch.setattr(
-        evaluation, "forward_backward", lambda *args, **named: passes.append(args[2]) or []
+        hook_module, "forward_backward", lambda *args, **named: passes.append(args[2]) or []
     )
     monkeypatch.setattr(hook_module, "is_last_rank", lambda: True)
     sets = [ValidationSet("", iter(()), 1)]

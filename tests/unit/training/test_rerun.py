@@ -13,7 +13,7 @@ from megatron.resilience.rerun_verdict import (
     RerunDiagnostic,
     find_cause,
 )
-from megatron.training.run.context import BatchPlan
+from megatron.training.run.state import BatchPlan
 
 
 def bad(*replicas: int) -> Observation:

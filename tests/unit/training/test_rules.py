@@ -6,7 +6,7 @@ from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import RunConfig, flags_by_spelling
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.registry import combinations, settings_agree
 
@@ -92,24 +92,10 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         ("--tensor-model-parallel-size 3", 3, "num_attention_heads=4 cannot be split"),
         ("--pipeline-model-parallel-size 3", 3, "4 layers cannot be split over 3"),
         ("--tensor-model-parallel-size 2", 3, "3 ranks cannot be arranged as tp=2"),
-        ("--max-position-embeddings 16", 1, "less than --seq-length 32"),
-        ("--num-query-groups 2", 1, "without --group-query-attention"),
-        ("--train-samples 10", 1, "--train-iters 10 with --train-samples 10"),
         ("--lr-warmup-samples 10", 1, "--lr-warmup-samples in a run with --train-iters"),
         ("--lr-warmup-iters 10", 1, "warm-up (20 samples) is not shorter"),
         ("--lr-warmup-fraction 1.5", 1, "--lr-warmup-fraction 1.5"),
         ("--min-lr 1", 1, "--lr 0.001 with --min-lr 1"),
-        ("--lr-decay-style WSD", 1, "without the length of its decay phase"),
-        (
-            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
-            2,
-            "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard",
-        ),
-        (
-            "--use-torch-fsdp2 --use-distributed-optimizer",
-            2,
-            "--use-torch-fsdp2 with --use-distributed-optimizer",
-        ),
         (
             "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
             4,
@@ -121,12 +107,9 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             4,
             "--num-distributed-optimizer-instances 2 for 1 replica(s) of the experts",
         ),
-        ("--param-cpu-offload", 2, "--param-cpu-offload with no_shard"),
-        ("--param-offload-path .", 2, "with --data-parallel-sharding-strategy no_shard"),
         ("--param-offload-path /no/where", 2, "mkdir -p /no/where"),
         ("--bf16 --fp16", 1, "fp16 and bf16 are both on"),
-        ("--loss-scale 8", 1, "--loss-scale 8 without --fp16"),
-        ("--fp16 --loss-scale -8", 1, "a loss scale is positive"),
+        ("--fp16 --loss-scale -8", 1, "a number in (0, inf)"),
         (
             "--fp16 --initial-loss-scale 8 --min-loss-scale 16",
             1,
@@ -137,25 +120,16 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         ("--optimizer muon --muon-num-ns-steps 0", 1, "--muon-num-ns-steps 0"),
         ("--optimizer muon --optimizer-cpu-offload", 1, "only the state of elementwise optimizers"),
         ("--optimizer-offload-path /no/where", 1, "mkdir -p /no/where"),
-        ("--optimizer-offload-fraction 0.5", 1, "0.5 without --optimizer-cpu-offload"),
-        ("--optimizer-cpu-offload --optimizer-offload-fraction 2", 1, "a share is in"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 2", 1, "a number in [0, 1]"),
         ("--grad-compression powersgd --powersgd-rank 0", 1, "--powersgd-rank 0"),
-        ("--grad-compression-warmup -1", 1, "--grad-compression-warmup -1"),
-        ("--main-params-dtype fp16", 1, "half-precision weights have separate main weights"),
         ("--param-rules *.bias:lr_mul=2", 1, "'lr_mul'"),
         ("--param-rules lr_mult=2", 1, "no pattern"),
         ("--param-rules *.bias:lr_mult=2,wd_mult=x", 1, "'wd_mult'"),
         ("--param-rules *.bias:optimizer=lamb", 1, "'lamb'"),
         ("--data-path x", 1, "--mock-data is given together with --data-path"),
-        ("--ckpt-step 5", 1, "--ckpt-step 5 without --load"),
         ("--swiglu --squared-relu", 1, "both on"),
         ("--split a,b", 1, "--split 'a,b'"),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size 1"),
-        (
-            "--ddp-bucket-size 9 --ddp-num-buckets 3",
-            1,
-            "--ddp-bucket-size 9 with --ddp-num-buckets 3",
-        ),
         ("--rampup-batch-size 3 2 9", 1, "--rampup-batch-size 3 2 9"),
         ("--hidden-dropout 1.0", 1, "hidden_dropout=1.0"),
         ("--log-interval 0", 1, "--log-interval 0"),
@@ -166,7 +140,6 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         ("--recompute-granularity full", 1, "it needs a method"),
         ("--adam-beta1 1", 1, "--adam-beta1 1"),
         ("--data-path s3://a/b", 1, "--object-storage-cache-path"),
-        ("--multiple-validation-sets", 1, "-sets without --valid-data-path"),
         ("--phase-transition-iterations 5,3", 1, "ascending numbers of steps"),
         ("--phase-transition-iterations soon", 1, "ascending numbers of steps"),
     ],
@@ -186,36 +159,48 @@ def test_the_small_run_breaks_no_rule():
     assert problems("--tensor-model-parallel-size", "2", "--sequence-parallel", world_size=4) == []
 
 
-def value_for(condition):
-    """Return a value of the setting with which the condition holds."""
-    spec = condition.spec
-    if condition.relation == ">":
-        return int(condition.operands[0]) + 1
-    if condition.relation == "=":
-        return condition.operands[0]
-    if condition.is_negated:
+def value_for(condition, *, holds=True):
+    """Return a value of the setting with which the condition holds, or does not."""
+    spec, relation = condition.spec, condition.relation
+    if relation in (">", "%"):
+        operand = condition.operands[0]
+        return 3 if operand.startswith("--") else int(operand) + 1
+    if relation == "=" and holds:
+        return [condition.operands[0]] if spec.metadata.nargs else condition.operands[0]
+    if relation == "!=" and not holds:
+        text = condition.operands[0]
+        return None if text == "None" else spec.convert(text)
+    if not relation and condition.is_negated == holds:
         return spec.default
     if spec.is_switch:
         return not spec.default
     other = [*spec.choices] or [{int: 2, float: 0.5, str: "x"}[spec.element]]
-    value = next(v for v in other if v != spec.default and str(v) not in condition.operands)
+    wanted = (v for v in other if v != spec.default and str(v) not in condition.operands)
+    value = next(wanted, spec.default)
     return [value] if spec.metadata.nargs else value
 
 
 @pytest.mark.parametrize(
     "row", combinations(), ids=lambda row: f"{row[0].spec.flag} {row[1].spec.flag}"
 )
-def test_a_combination_of_the_table_is_found_and_is_not_without_its_first_setting(row):
+def test_a_combination_of_the_table_is_found_and_is_not_without_one_of_its_conditions(row):
     first, second, rule, fix, provided = row
-    values = {c.spec.name: value_for(c) for c in (first, second, provided) if c is not None}
+    conditions = (first, second, *provided)
+    operands = [o for c in conditions for o in c.operands if c.relation in (">", "%")]
+    values = {flags_by_spelling()[o].name: 2 for o in operands if o.startswith("--")}
+    values |= {c.spec.name: value_for(c) for c in reversed(conditions)}
 
-    def found():
-        run = ResolvedRun(config=RunConfig.from_values(values)).overlaid(values)
-        return [(p.rule, p.fix) for p in settings_agree(run)]
+    def is_found(**changed):
+        settings = values | changed
+        run = ResolvedRun(config=RunConfig.from_values(settings)).overlaid(settings)
+        texts = tuple(text.format_map(run.values) for text in (rule, fix))
+        return texts in [(p.rule, p.fix) for p in settings_agree(run)]
 
-    assert (rule, fix) in found()
-    values[first.spec.name] = first.spec.default
-    assert first.relation == "!=" or (rule, fix) not in found()
+    assert is_found()
+    for each in conditions:
+        if each.relation not in (">", "%") and not any(o.startswith("--") for o in each.operands):
+            changed = {each.spec.name: value_for(each, holds=False)}
+            assert not is_found(**changed), changed
 
 
 def test_heads_layers_and_batch_are_told_in_one_message():

@@ -68,7 +68,7 @@ def test_sizes_out_of_range_are_told_together_with_broken_rules():
     assert len(found) == 3
     assert "--num-layers -4.\n  rule:  it is a whole number from 1 to 100,000" in found[0]
     assert "fix:   use --expert-model-parallel-size 1" in found[1]
-    assert "--max-position-embeddings 16 is less than --seq-length 32" in found[2]
+    assert "--seq-length 32 with --max-position-embeddings 16" in found[2]
 
 
 def test_numbers_that_are_not_finite_are_refused():

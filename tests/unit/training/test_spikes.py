@@ -5,27 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 
-import megatron.resilience.rollback as rollback
 import megatron.training.run.loop as loop
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.foundation.errors import SpikeError
-from megatron.resilience.rollback import (
+from megatron.resilience import spike_guard
+from megatron.resilience.spike_guard import (
     Rollback,
+    SpikeGuard,
+    WarnOfSpikes,
     next_skipped,
     num_rollbacks_at,
 )
-from megatron.resilience.spike_guard import SpikeGuard, WarnOfSpikes
 from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     plain_run_state,
     train_state_of,
 )
-from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.stop import ExitInterval, StepBudget
-from megatron.training.rules.registry import settings_agree
-from megatron.training.rules.run_control import a_rollback_has_a_state_to_return_to
 from megatron.training.run.state import RollbackNeeded, StepResult, TrainState
 
 
@@ -158,7 +156,7 @@ class Run:
             data=SimpleNamespace(close=lambda: None), groups=None, plan_step=lambda consumed: plan,
         )  # fmt: skip
         monkeypatch.setattr(
-            rollback, "build_data", lambda run, provider, groups, state: self.open(state)
+            spike_guard, "build_data", lambda run, provider, groups, state: self.open(state)
         )
         loaded = None
         if kept is not None:
@@ -228,28 +226,3 @@ def test_a_place_is_left_after_its_rollbacks(monkeypatch):
 def test_a_spike_before_the_first_save_ends_the_run(monkeypatch):
     with pytest.raises(SpikeError, match="There is no earlier state"):
         Run(monkeypatch, kept=None).train({2}, 5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"check_for_spiky_loss": False}, "--check-for-large-grads"),
-        ({"save": None}, "--save-interval"),
-        ({"save_interval": None}, "--save-interval"),
-        ({"no_save_optim": True}, "--no-save-optim"),
-        ({"dataloader_type": "external"}, "--dataloader-type"),
-        ({"save": None, "inprocess_restart": True}, None),
-        ({}, None),
-    ],
-)
-def test_a_rollback_has_what_it_needs_or_is_refused(settings, flag):
-    wanted = {
-        "on_spike": "rollback",
-        "check_for_spiky_loss": True,
-        "save": "run",
-        "save_interval": 4,
-    }
-    run = ResolvedRun().overlaid({**wanted, **settings})
-    found = [*settings_agree(run), *a_rollback_has_a_state_to_return_to(run)]
-    flags = [name for problem in found for name in problem.flags]
-    assert flags == [] if flag is None else flag in flags

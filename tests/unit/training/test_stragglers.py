@@ -20,7 +20,7 @@ from megatron.resilience.stragglers import (
     slowest_and_fastest,
 )
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.metrics.time_account import StepTimes
+from megatron.training.hooks.times import StepTimes
 from megatron.training.run.state import TrainState
 from tests.harness.machine import free_port
 from tools import plot_ranks

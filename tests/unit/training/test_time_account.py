@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megatron.core.foundation.flight_recorder import PEERS, Channel, Waits
-from megatron.training.metrics.time_account import PARTS, IntervalTimes, StepClock, shares_of
+from megatron.training.hooks.times import PARTS, IntervalTimes, StepClock, shares_of
 
 
 class Clock:

@@ -89,10 +89,12 @@ def test_a_resumed_loader_continues_where_the_first_stopped(kind, sharding, rank
         assert straight[stop:] == rest
 
 
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_workers_do_not_change_the_order(kind):
+@pytest.mark.parametrize("kind", ["single", "cyclic", "cyclic-megatron"])
+def test_workers_change_neither_the_order_nor_the_global_random_state(kind):
+    before = torch.random.get_rng_state()
     here = first_batches(12, dataloader_type=kind, consumed=8)
     assert first_batches(12, dataloader_type=kind, consumed=8, num_workers=2) == here
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def cyclic_samples(size, micro, begin, end, number_of_samples):
@@ -162,14 +164,6 @@ def test_megatrons_order_is_torchs_permutation_under_the_epoch_number():
     own = bucket[4:].tolist()
     got = first_batches(5, Numbers(31), data_sharding=True, **settings)
     assert got == [own[i : i + 2] for i in range(0, 10, 2)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_the_global_random_state_is_left_alone(kind, num_workers):
-    before = torch.random.get_rng_state()
-    first_batches(6, dataloader_type=kind, num_workers=num_workers)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_batches_of_workers_are_those_without_workers_and_use_no_shared_memory(monkeypatch):

@@ -48,7 +48,7 @@ def test_a_width_of_heads_that_is_given_may_be_the_one_that_is_no_whole_part_of_
     assert TransformerConfig(**sizes, kv_channels=8).kv_channels == 34 // 4 == 8
     with pytest.raises(ConfigError, match="without --kv-channels"):
         TransformerConfig(**sizes)
-    with pytest.raises(ConfigError, match="drop --kv-channels"):
+    with pytest.raises(ConfigError, match="leave --kv-channels out"):
         TransformerConfig(**SIZES, kv_channels=0)
     # Heads of multi-latent attention have widths of their own.
     latent = {"multi_latent_attention": True, "qk_head_dim": 8, "v_head_dim": 8}

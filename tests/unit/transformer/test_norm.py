@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,23 +95,6 @@ def test_strided_inputs_and_gradients_give_the_bits_of_contiguous_ones(kind, dty
         results.append((y, x.grad, norm.weight.grad))
     for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_norm_gradients_are_partial_sums_only_under_sequence_parallelism(name, sequence_parallel):
-    config = make_config(
-        normalization=name,
-        tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-    )
-    norm = WrappedTorchNorm(config=config, hidden_size=16, eps=1e-6)
-    assert type(norm).__name__ == name
-    assert norm.eps == 1e-6
-    for parameter in norm.parameters():
-        meta = get_param_meta(parameter)
-        assert meta.partial_grad_axes == (("tp",) if sequence_parallel else ())
-        assert parameter.sequence_parallel is sequence_parallel
 
 
 def test_zero_centred_norm_starts_at_zero_and_acts_as_identity_scale():

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import sparse_attention
 from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LayerKind
-from megatron.core.transformer.indexer_loss import finish_indexer_step
+from megatron.core.transformer.indexer import finish_indexer_step
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close

@@ -11,13 +11,11 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
-    get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
-    get_transformer_layer_offset,
 )
 from tests.harness.groups import fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -99,50 +97,6 @@ def test_layers_of_a_stack_drop_different_elements_and_a_sample_always_the_same(
     rng_state().set_microbatch(0)
     other = block(x[:, 1:], None)
     assert not torch.allclose(other, second)
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"pipeline_model_parallel_size": 2}, {(0, None): (0, 2), (1, None): (2, 2)}),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            {(0, 0): (0, 1), (1, 0): (1, 1), (0, 1): (2, 1), (1, 1): (3, 1)},
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
-            {(0, None): (0, 1), (1, None): (1, 3)},
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|tL"},
-            {(0, None): (0, 3), (1, None): (3, 1)},
-        ),
-    ],
-)
-def test_stages_hold_the_layers_that_the_layout_says(fields, expected):
-    config = make_config(**fields)
-    for (pp_rank, vp_stage), (offset, count) in expected.items():
-        assert get_transformer_layer_offset(config, vp_stage, pp_rank) == offset
-        assert get_num_layers_to_build(config, vp_stage, pp_rank) == count
-        groups = fake_groups(pp=(pp_rank, 2))
-        block = TransformerBlock(
-            config, get_gpt_layer_local_spec(), pg_collection=groups, vp_stage=vp_stage
-        )
-        numbers = [layer.layer_number for layer in block.layers]
-        assert numbers == list(range(offset + 1, offset + count + 1))
-
-
-def test_a_stage_behind_the_first_runs_on_its_input_tensor_and_only_the_last_has_a_final_norm():
-    config = make_config(pipeline_model_parallel_size=2)
-    groups = [fake_groups(pp=(rank, 2)) for rank in range(2)]
-    spec = get_gpt_layer_local_spec()
-    first = TransformerBlock(config, spec, post_process=False, pg_collection=groups[0])
-    last = TransformerBlock(config, spec, pre_process=False, pg_collection=groups[1])
-    assert first.final_layernorm is None
-    assert last.final_layernorm is not None
-    hidden = first(torch.randn(4, 1, 16), None)
-    last.set_input_tensor(hidden)
-    assert last(None, None).shape == (4, 1, 16)
 
 
 def test_checkpoint_keys_stack_the_layers_and_name_norms_after_the_linear_behind_them():

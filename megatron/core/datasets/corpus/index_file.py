@@ -23,7 +23,6 @@ import os
 import struct
 from dataclasses import dataclass
 from enum import Enum
-from typing import BinaryIO
 
 import numpy as np
 
@@ -241,7 +240,7 @@ def _check_documents(documents: np.ndarray, num_sequences: int, idx_path: str) -
 
 
 def write_index(
-    file: BinaryIO | AtomicFile,
+    file: AtomicFile,
     *,
     dtype: type[np.number],
     sequence_lengths: np.ndarray,
@@ -273,7 +272,7 @@ def write_index(
         file.write(np.ascontiguousarray(sequence_modes, dtype=np.int8).data)
 
 
-def _write_blocks(file: BinaryIO | AtomicFile, numbers: np.ndarray, dtype: str) -> None:
+def _write_blocks(file: AtomicFile, numbers: np.ndarray, dtype: str) -> None:
     for start in range(0, len(numbers), CHECK_BLOCK):
         block = numbers[start : start + CHECK_BLOCK]
         file.write(np.ascontiguousarray(block, dtype=dtype).data)

@@ -16,6 +16,16 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.pictures import new_figure, save_figure
 
 _BLOCK_TOKENS = 1 << 22
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles_of(lengths: np.ndarray, wanted: Sequence[int] = PERCENTILES) -> list[int]:
+    """Return the lengths below which so many percent of the documents are; 0 without any."""
+    if not len(lengths):
+        return [0] * len(wanted)
+    # "lower" keeps to lengths that occur.
+    found: list[int] = np.percentile(lengths, wanted, method="lower").astype(int).tolist()
+    return found
 
 
 @dataclass(kw_only=True)
@@ -53,10 +63,8 @@ def statistics(corpus: IndexedDataset) -> Statistics:
         found.num_empty_documents = int((lengths == 0).sum())
         found.shortest, found.longest = int(lengths.min()), int(lengths.max())
         found.mean = num_tokens / len(lengths)
-        wanted = [1, 5, 25, 50, 75, 95, 99]
-        # "lower" keeps to lengths that occur.
-        values = np.percentile(lengths, wanted, method="lower")
-        found.percentiles = dict(zip(wanted, values.astype(int).tolist(), strict=True))
+        wanted = (1, 5, 25, 50, 75, 95, 99)
+        found.percentiles = dict(zip(wanted, percentiles_of(lengths, wanted), strict=True))
         exponents = np.frexp(lengths.astype(np.float64))[1]
         for exponent, count in zip(*np.unique(exponents, return_counts=True), strict=True):
             found.histogram[1 << (int(exponent) - 1) if exponent else 0] = int(count)
@@ -197,18 +205,6 @@ def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
             "sequences within documents", f"{len(first)} sequences", f"{len(second)} sequences"
         )
     return None
-
-
-PERCENTILES = (50, 90, 99)
-
-
-def percentiles_of(lengths: np.ndarray) -> list[int]:
-    """Return the lengths below which half, 90 % and 99 % of the documents are; 0 without any."""
-    if not len(lengths):
-        return [0] * len(PERCENTILES)
-    # "lower" keeps to lengths that occur.
-    found: list[int] = np.percentile(lengths, PERCENTILES, method="lower").astype(int).tolist()
-    return found
 
 
 def write_report(path: str, lengths: Mapping[str, np.ndarray], *, title: str, summary: str) -> None:

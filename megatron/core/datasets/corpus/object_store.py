@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import zlib
-from typing import Any
 
 import numpy as np
 
@@ -52,9 +51,9 @@ class StoredObject:
                 fix="name a folder on a local disk",
             )
         self.url = url
-        system = self._system()
+        self._open = require("fsspec", purpose=f"reading {url}").core.url_to_fs
         try:
-            path = system._strip_protocol(url)
+            system, path = self._open(url)
             self.num_bytes = int(system.info(path)["size"])
             version = str(system.ukey(path))
         except Exception as error:  # every store raises its own kinds
@@ -62,21 +61,12 @@ class StoredObject:
         name = hashlib.blake2b(f"{url} {self.num_bytes} {version}".encode(), digest_size=16)
         self.folder = os.path.join(cache, name.hexdigest())
 
-    def _system(self) -> Any:
-        fsspec = require("fsspec", purpose=f"reading {self.url}")
-        try:
-            return fsspec.core.url_to_fs(self.url)[0]
-        except (ValueError, ImportError) as error:
-            raise _unreadable(self.url, error) from error
-
     def fetch(self, begin: int, end: int) -> bytes:
         """Return bytes from the store itself."""
         try:
             # Opened again in each process: connections do not survive a fork.
-            system = self._system()
-            data: bytes = system.cat_file(system._strip_protocol(self.url), start=begin, end=end)
-        except DataError:
-            raise
+            system, path = self._open(self.url)
+            data: bytes = system.cat_file(path, start=begin, end=end)
         except Exception as error:
             raise _unreadable(self.url, error) from error
         if len(data) != end - begin:

@@ -122,35 +122,48 @@ def explain_full_disk(path: str, written: int) -> Iterator[None]:
         ) from error
 
 
+def cannot_write(path: str, error: OSError) -> DataError:
+    """Return the error for a file that cannot be made or opened for writing."""
+    return DataError(
+        f"cannot write {path}: {error.strerror}.",
+        rule="the output directory must be writable",
+        flags=["--output-prefix", "--data-cache-path"],
+        fix="choose another place or change its permissions",
+    )
+
+
 class AtomicFile:
     """A file written under a temporary name in the folder of its final name.
 
     `commit` makes it durable and renames it; `discard` removes the partial file, and so does an
     error while writing.
+
+    Args:
+        path: the final name.
+        partial: the temporary name, if the file has one writer: a file that a killed writer left
+            there is replaced. By default the name is unpredictable.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, partial: str | None = None) -> None:
         self.path = path
         self.bytes_written = 0
         self._file: BinaryIO | None = None
         # A new file under an unpredictable name: other users with write access to the folder could
         # create a link of a known name, and processes on two machines may have the same number.
-        self._partial = f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+        self._partial = partial or f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         directory = os.path.dirname(os.path.abspath(path))
         try:
             with explain_full_disk(path, 0):
                 os.makedirs(directory, exist_ok=True)
+                if partial is not None:
+                    with suppress(FileNotFoundError):
+                        os.unlink(partial)
                 # A buffer of 1 MiB: documents are small, and system calls are expensive.
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(self._partial, flags, 0o666)
                 self._file = io.BufferedWriter(io.FileIO(descriptor, "w"), 1 << 20)
         except OSError as error:
-            raise DataError(
-                f"cannot write {path}: {error.strerror}.",
-                rule="the output directory must be writable",
-                flags=["--output-prefix", "--data-cache-path"],
-                fix="choose another place or change its permissions",
-            ) from error
+            raise cannot_write(path, error) from error
 
     @contextmanager
     def _guarded(self) -> Iterator[BinaryIO]:

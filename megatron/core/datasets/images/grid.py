@@ -38,15 +38,13 @@ def _by_blocks(values: Tensor, merge: int) -> Tensor:
     return blocks.transpose(1, 2).reshape(rows * columns, *rest)
 
 
-def _rows_and_columns(rows: int, columns: int, merge: int) -> Tensor:
-    """Return the row and the column of each patch of a frame, [h * w, 2]."""
-    both = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return _by_blocks(torch.stack(both, -1), merge)
-
-
 def patch_positions(grids: Sequence[Grid], merge: int) -> Tensor:
     """Return the row and the column of each patch in its image, int64 [p, 2]."""
-    return torch.cat([_rows_and_columns(h, w, merge).repeat(t, 1) for t, h, w in grids])
+    found = []
+    for frames, rows, columns in grids:
+        both = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        found.append(_by_blocks(torch.stack(both, -1), merge).repeat(frames, 1))
+    return torch.cat(found)
 
 
 def frame_of_patches(grids: Sequence[Grid]) -> Tensor:

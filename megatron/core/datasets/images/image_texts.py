@@ -115,11 +115,9 @@ class JsonLines:
         return len(self._starts)
 
     def place(self, number: int) -> str:
-        """Return file and line."""
         return f"{self.paths[self._file_of[number]]}, line {self._number_of[number]}"
 
     def identity(self) -> str:
-        """Return the sampled contents of the files."""
         digests = [sampled_digest_of_file(path) for path in self.paths]
         return repr((digests, self.tokenizer.unique_identifiers))
 
@@ -144,7 +142,6 @@ class JsonLines:
         return [os.path.join(folder, name) for name in names]
 
     def parts(self, number: int) -> list[Part]:
-        """Return the text and the images of a conversation."""
         document = self._document(number)
         images = self._images(number, document)
         key = "messages" if "messages" in document else "conversations"
@@ -196,12 +193,10 @@ class JsonLines:
         return segments
 
     def size(self, number: int, image: int) -> tuple[int, int]:
-        """Return height and width from the file's header."""
         with self._opened(number, image) as opened:
             return opened.height, opened.width
 
     def patches(self, number: int, image: int, shape: PatchShape) -> np.ndarray:
-        """Decode an image and cut it."""
         with self._opened(number, image) as opened:
             try:
                 return shape.patches(opened)
@@ -292,11 +287,9 @@ class MockImageTexts:
         return self.num_samples
 
     def place(self, number: int) -> str:
-        """Return its number."""
         return f"computed sample {number}"
 
     def identity(self) -> str:
-        """Return the sizes."""
         return repr((self._vocab_size, self._side, self._channels))
 
     def parts(self, number: int) -> list[Part]:
@@ -310,16 +303,11 @@ class MockImageTexts:
         return [Part(words[0]), *images, Part(words[1]), Part(words[2], True)]
 
     def size(self, number: int, image: int) -> tuple[int, int]:
-        """Return height and width."""
         rows, columns = np.random.default_rng((2, number, image)).integers(1, 4, 2).tolist()
         return rows * self._side, columns * self._side
 
     def patches(self, number: int, image: int, shape: PatchShape) -> np.ndarray:
-        """Return noise."""
         _, rows, columns = shape.grid(*self.size(number, image))
         width = self._channels * shape.temporal_size * shape.patch_size**2
         random = np.random.default_rng((3, number, image))
         return random.standard_normal((rows * columns, width)).astype(np.float32)
-
-
-__all__ = ["IMAGE_MARK", "ImageTexts", "JsonLines", "MockImageTexts", "Part"]

@@ -42,7 +42,6 @@ class PatchShape:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raise for bounds that no image fits."""
         if not self.block**2 <= self.max_pixels or self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"images between {self.min_pixels} and {self.max_pixels} pixels, of blocks of"

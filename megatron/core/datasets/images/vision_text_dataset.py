@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.images.grid import num_image_tokens, text_and_image_positions
-from megatron.core.datasets.images.image_texts import ImageTexts, Part
+from megatron.core.datasets.images.image_texts import ImageTexts
 from megatron.core.datasets.images.patches import PatchShape
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.packing import pack
@@ -101,7 +101,6 @@ class VisionTextDataset:
         return float(len(self._epochs[0]))
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the inputs of the samples' order."""
         config = self.config
         return {
             "sample_order": "packed images and texts",
@@ -113,14 +112,15 @@ class VisionTextDataset:
         }
 
     def _length(self, number: int) -> int:
-        return sum(self._length_of_part(number, part) for part in self.texts.parts(number))
-
-    def _length_of_part(self, number: int, part: Part) -> int:
-        if part.image is None:
-            return len(part.tokens)
-        config = self.config
+        """Return the tokens of a conversation, images and the tokens around them included."""
+        config, total = self.config, 0
         around = (config.before_image is not None) + (config.after_image is not None)
-        return around + num_image_tokens(self._grid(number, part.image), config.shape.merge_size)
+        for part in self.texts.parts(number):
+            total += len(part.tokens)
+            if part.image is not None:
+                grid = self._grid(number, part.image)
+                total += around + num_image_tokens(grid, config.shape.merge_size)
+        return total
 
     def _grid(self, number: int, image: int) -> tuple[int, int, int]:
         try:
@@ -250,6 +250,3 @@ class VisionTextDataset:
             name: (torch.cat if name in RAGGED else torch.stack)([s[name] for s in samples])
             for name in samples[0]
         }
-
-
-__all__ = ["RAGGED", "VisionTextConfig", "VisionTextDataset"]

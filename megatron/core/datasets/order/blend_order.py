@@ -9,6 +9,8 @@ No torch import.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 from megatron.core.datasets import native
@@ -83,12 +85,45 @@ def _number_within_dataset(picks: np.ndarray, num_datasets: int) -> np.ndarray:
     return numbers
 
 
-class GreedyOrder:
-    """The greedy rule, from a table of counts.
+class BlendOrder(ABC):
+    """The dataset of each sample, and its number within that dataset; computed block by block.
 
     Args:
         weights: [D] float64, summing to 1.
         size: samples.
+        block: samples that are computed together.
+    """
+
+    def __init__(self, weights: np.ndarray, size: int, block: int) -> None:
+        self.weights = np.ascontiguousarray(weights, np.float64)
+        self.size = size
+        self._num_together = block
+        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int) -> tuple[int, int]:
+        """Return (dataset, number within it) of sample `idx`."""
+        if not -self.size <= idx < self.size:
+            raise IndexError(f"sample {idx} of a blend of {self.size}")
+        number, at = divmod(idx % self.size, self._num_together)
+        if self._block is None or self._block[0] != number:
+            begin = number * self._num_together
+            end = min(begin + self._num_together, self.size)
+            self._block = number, *self._between(begin, end)
+        _, datasets, numbers = self._block
+        return int(datasets[at]), int(numbers[at])
+
+    @abstractmethod
+    def _between(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the datasets of a block's samples, and their numbers within them."""
+
+
+class GreedyOrder(BlendOrder):
+    """The greedy rule, from a table of counts.
+
+    Args:
         capacities: see `greedy_walk`.
         table: the result of `greedy_counts` with `stride_of_table`.
     """
@@ -101,30 +136,19 @@ class GreedyOrder:
         capacities: np.ndarray | None = None,
         table: np.ndarray,
     ) -> None:
-        self.weights = np.ascontiguousarray(weights, np.float64)
-        self.size = size
+        super().__init__(weights, size, stride_of_table(len(weights)))
         self.capacities = None if capacities is None else np.asarray(capacities, np.float64)
-        self._stride = stride_of_table(len(weights))
         self._table = table
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, idx: int) -> tuple[int, int]:
-        """Return (dataset, number within it) of sample `idx`."""
-        line, at = divmod(_checked(idx, self.size), self._stride)
-        if self._block is None or self._block[0] != line:
-            picks = self._picks(line)
-            numbers = self._table[line][picks] + _number_within_dataset(picks, len(self.weights))
-            self._block = line, picks, numbers
-        _, picks, numbers = self._block
-        return int(picks[at]), int(numbers[at])
+    def _between(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        line = begin // self._num_together
+        picks = self._picks(line)
+        return picks, self._table[line][picks] + _number_within_dataset(picks, len(self.weights))
 
     def _picks(self, line: int) -> np.ndarray:
-        start = line * self._stride
+        start = line * self._num_together
         counts = np.array(self._table[line], np.float64)
-        steps = min(self._stride, self.size - start)
+        steps = min(self._num_together, self.size - start)
         return greedy_walk(self.weights, counts, start, steps, self.capacities)
 
     def totals(self) -> list[int]:
@@ -140,7 +164,7 @@ class GreedyOrder:
         return picks, _number_within_dataset(picks, len(self.weights))
 
 
-class SpacedOrder:
+class SpacedOrder(BlendOrder):
     """Samples of every dataset at even distances, with different phases; it needs no table.
 
     Sample j of dataset d is due at (j + p_d) / w_d, and samples are ordered by their due times.
@@ -148,33 +172,13 @@ class SpacedOrder:
     Representation", 1982): growing the blend never takes a sample back, and no dataset is ever more
     than about one sample ahead of its share. The phases p_d follow the golden ratio, so that
     thousands of small datasets are not all due at once.
-
-    Args:
-        weights: [D] float64, summing to 1.
-        size: samples.
     """
 
     def __init__(self, weights: np.ndarray, size: int) -> None:
-        self.weights = np.asarray(weights, np.float64)
-        self.size = size
+        super().__init__(weights, size, _SPACED_BLOCK)
         self._phases = np.modf((np.arange(len(self.weights)) + 0.5) * _GOLDEN)[0]
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, idx: int) -> tuple[int, int]:
-        """Return (dataset, number within it) of sample `idx`."""
-        idx = _checked(idx, self.size)
-        row, at = divmod(idx, _SPACED_BLOCK)
-        if self._block is None or self._block[0] != row:
-            start = row * _SPACED_BLOCK
-            self._block = row, *self._between(start, min(start + _SPACED_BLOCK, self.size))
-        _, datasets, numbers = self._block
-        return int(datasets[at]), int(numbers[at])
 
     def totals(self) -> list[int]:
-        """Return how many samples each dataset gives in all."""
         first, datasets, _, in_order = self._around(self.size, self.size)
         before = in_order[: self.size - int(first.sum())]
         counts = first + np.bincount(datasets[before], minlength=len(first))
@@ -182,7 +186,6 @@ class SpacedOrder:
         return totals
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the whole order: int16 datasets and int64 numbers within them."""
         datasets, numbers = self._between(0, self.size)
         return datasets.astype(np.int16), numbers
 
@@ -215,9 +218,3 @@ class SpacedOrder:
         numbers = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)
         due = (numbers + self._phases[datasets]) / self.weights[datasets]
         return first, datasets, numbers, np.lexsort((datasets, due))
-
-
-def _checked(idx: int, size: int) -> int:
-    if not -size <= idx < size:
-        raise IndexError(f"sample {idx} of a blend of {size}")
-    return idx % size

@@ -249,6 +249,13 @@ def document_ids(documents: np.ndarray | range) -> np.ndarray:
     return np.asarray(documents)
 
 
+def as_range(documents: np.ndarray | range) -> np.ndarray | range:
+    """Return consecutive documents as a range, and others as they are."""
+    if isinstance(documents, range) or not len(documents) or (np.diff(documents) != 1).any():
+        return documents
+    return range(int(documents[0]), int(documents[-1]) + 1)
+
+
 def sizes_of_blend(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
     """Return the samples each dataset gives to a blend of about `size` samples.
 

@@ -206,7 +206,8 @@ def checksums_of(array: np.ndarray) -> list[int]:
 class Fingerprinted:
     """A dataset whose index arrays follow from `unique_identifiers`, and are named after them.
 
-    Pickling stores mapped arrays as the names of their files, without a copy.
+    Pickling stores mapped arrays as the names of their files, without a copy. The cached property
+    `_order` of a dataset is computed again.
     """
 
     unique_identifiers: OrderedDict[str, Any]
@@ -235,6 +236,7 @@ class Fingerprinted:
             if isinstance(value, np.memmap) and value.filename is not None
             else value
             for key, value in self.__dict__.items()
+            if key != "_order"
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

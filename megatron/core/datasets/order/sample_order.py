@@ -20,7 +20,6 @@ import numpy as np
 from megatron.core.datasets import native
 from megatron.core.datasets.corpus.index_file import DType
 from megatron.core.datasets.order.permutation import KeyedPermutation
-from megatron.core.foundation.errors import ConfigError
 
 Fetched = tuple[int, int, int, int]
 """Statistics of a `read`: number of tokens written, from the first element on; min(smallest id, 0);
@@ -39,19 +38,26 @@ class ShuffledDocuments:
 
     Args:
         corpus: has `get(document, offset, length)`; `read_tokens` and `buffer` make it faster.
-        arrays: `document_index`, `sample_index`, `shuffle_index` of `index_building`.
+        documents, samples, shuffle: the document, sample and shuffle index of `index_building`.
         extra_token: 1 if a sample overlaps the next sample by one token.
         pad: id to count.
     """
 
     def __init__(
-        self, corpus: Any, arrays: dict[str, np.ndarray], extra_token: int, pad: int
+        self,
+        corpus: Any,
+        documents: np.ndarray,
+        samples: np.ndarray,
+        shuffle: np.ndarray,
+        *,
+        extra_token: int,
+        pad: int,
     ) -> None:
         self._corpus = corpus
         # Plain views: indexing a numpy.memmap creates a Python object for every slice.
-        self._documents = np.asarray(arrays["document_index"])
-        self._samples = np.asarray(arrays["sample_index"])
-        self._shuffle = np.asarray(arrays["shuffle_index"])
+        self._documents = np.asarray(documents)
+        self._samples = np.asarray(samples)
+        self._shuffle = np.asarray(shuffle)
         self._extra_token = extra_token
         self._pad = pad
         self._mapped: tuple[Any, ...] | None = None
@@ -172,7 +178,6 @@ class ShuffledWindows:
         return (shift + order[position] * self._stride) % self._stream.num_tokens
 
     def read(self, idx: int, out: np.ndarray) -> Fetched:
-        """Copy sample `idx` to the front of `out`, int64."""
         begin = self.window(idx)
         wanted, num_tokens = self._stride + self._extra_token, self._stream.num_tokens
         if self._is_one_epoch:
@@ -186,7 +191,6 @@ class ShuffledWindows:
         return _seen(out, filled, self._pad)
 
     def locate_sample(self, idx: int, at: int) -> tuple[int, int]:
-        """Return (document, position in it) of the `at`-th token of sample `idx`."""
         return self._stream.locate((self.window(idx) + at) % self._stream.num_tokens)
 
 
@@ -233,24 +237,6 @@ class TokenStream:
         # Not numpy's search, which would copy the whole unaligned array.
         document = bisect_right(pointers, at, self._documents.start, self._documents.stop) - 1
         return document, (at - int(pointers[document])) // self._token_bytes
-
-
-def contiguous(documents: np.ndarray | range) -> range:
-    """Return contiguous documents as a range.
-
-    Raises:
-        ConfigError: they are not contiguous.
-    """
-    if isinstance(documents, range):
-        return documents
-    if len(documents) and not (np.diff(documents) == 1).all():
-        raise ConfigError(
-            "the documents of a split are not contiguous.",
-            rule="the native order reads a split as one stretch of the token file",
-            flags=["--sample-order"],
-            fix="--sample-order megatron",
-        )
-    return range(int(documents[0]), int(documents[-1]) + 1) if len(documents) else range(0)
 
 
 def _read_run(corpus: Any, document: int, offset: int, count: int) -> np.ndarray:

@@ -144,7 +144,6 @@ class Renderer:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def render(self, messages: Messages, *, to_be_answered: bool, tools: object = None) -> str:
-        """Write messages; see `ChatTemplate.render`."""
         try:
             text = self._rendered(messages, to_be_answered, tools)
         except MemoryError:
@@ -202,7 +201,6 @@ class Renderer:
                 raise RefusedError(f"the template does not write the {what}")
 
     def segments(self, messages: Messages, tools: object = None) -> list[str]:
-        """Cut a conversation into given and learned text; see `ChatTemplate.segments`."""
         full = self.render(messages, to_be_answered=False, tools=tools)
         self._check_written(messages, tools, full)
         segments, position = [], 0

@@ -29,7 +29,7 @@ from megatron.core.datasets.preprocessing.documents import (
     documents_of,
 )
 from megatron.core.datasets.preprocessing.transforms import FillInMiddle
-from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, UNIT_BYTES, Unit
+from megatron.core.datasets.preprocessing.units import UNIT_BYTES, Unit
 from megatron.core.foundation.errors import DataError, MegatronError, UntokenizableTextError
 
 
@@ -63,25 +63,17 @@ class EncodedPart:
 class EncodedUnit:
     """The result of a worker for a `Unit`."""
 
-    file: int
-    next_position: tuple[int, int]
-    consumed: int
     parts: dict[str, EncodedPart]
     """Name of the output corpus -> its part."""
     num_lines: int
-    bad: list[BadDocument] = field(default_factory=list)
+    bad: list[BadDocument]
+    """In the order of the input."""
 
     @classmethod
-    def of(cls, unit: Unit, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
+    def of(cls, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
         """Return the result for the documents of a unit."""
-        return cls(
-            file=unit.file,
-            next_position=unit.next_position,
-            consumed=unit.consumed,
-            parts=parts,
-            num_lines=documents.num_lines,
-            bad=sorted(documents.bad, key=lambda bad: bad.number),
-        )
+        bad = sorted(documents.bad, key=lambda bad: bad.number)
+        return cls(parts=parts, num_lines=documents.num_lines, bad=bad)
 
 
 @dataclass(kw_only=True)
@@ -108,7 +100,6 @@ class Encoder:
     end_of_document: int | None = None
     split: Callable[[str], list[str]] | None = None
     transform: FillInMiddle | None = None
-    longest_line_bytes: int = LONGEST_LINE_BYTES
     identity: Mapping[str, object] = field(default_factory=dict)
     """`unique_identifiers` of the tokenizer."""
 
@@ -119,7 +110,7 @@ class Encoder:
 
     def __call__(self, unit: Unit) -> EncodedUnit:
         """Parse and tokenize; faulty documents are returned by name, not raised."""
-        documents = documents_of(unit, self.keys, longest_line_bytes=self.longest_line_bytes)
+        documents = documents_of(unit, self.keys)
         texts, positions = documents.texts, documents.positions
         if self.split is not None:
             split = self.split
@@ -147,7 +138,7 @@ class Encoder:
         for key, (ids, counts) in encoded.items():
             parts[key] = self._pack(ids, counts, per_document[key], is_kept)
             parts[key].text_bytes = sum(map(_num_bytes, chain.from_iterable(d[key] for d in texts)))
-        return EncodedUnit.of(unit, documents, parts)
+        return EncodedUnit.of(documents, parts)
 
     def _encode(self, texts: list[Texts]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found = {}
@@ -279,19 +270,15 @@ class ConversationEncoder:
     vocab_size: int
     end_of_document: int | None = None
     pack_length: int | None = None
-    longest_line_bytes: int = LONGEST_LINE_BYTES
     identity: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def corpora(self) -> dict[str, type[np.number]]:
-        """Names of the output corpora and the types of their tokens."""
         return {self.key: self.dtype, self.key + MASK_SUFFIX: np.uint8}
 
     def __call__(self, unit: Unit) -> EncodedUnit:
         """Parse, render with the template and tokenize; return faulty documents by name."""
-        documents = documents_of(
-            unit, [self.key], parse=self.template, longest_line_bytes=self.longest_line_bytes
-        )
+        documents = documents_of(unit, [self.key], parse=self.template)
         segments = [document[self.key] for document in documents.texts]
         flat = [*chain.from_iterable(segments)]
         ids, counts = self.engine.encode_flat(flat)
@@ -324,7 +311,7 @@ class ConversationEncoder:
                 num_cut=num_cut,
                 text_bytes=size if name == self.key else 0,
             )
-        return EncodedUnit.of(unit, documents, parts)
+        return EncodedUnit.of(documents, parts)
 
     def _conversations(
         self, ids: np.ndarray, mask: np.ndarray, ends: np.ndarray

@@ -61,16 +61,11 @@ class InputFile:
     """Lines that begin there or later belong to another shard; None: the end of the file."""
 
     @property
-    def is_remote(self) -> bool:
-        """Whether fsspec reads it."""
-        return "://" in self.path
-
-    @property
     def can_be_cut(self) -> bool:
         """Whether a process can read lines from the middle of it."""
         return (
             self.format in (InputFormat.jsonl, InputFormat.text_lines)
-            and not self.is_remote
+            and "://" not in self.path
             and not self.path.endswith(COMPRESSION_SUFFIXES)
             and os.path.isfile(self.path)
         )

@@ -46,7 +46,6 @@ from megatron.core.datasets.preprocessing.units import (
     Unit,
     lines_before,
     read_units,
-    sizes_are_known,
 )
 from megatron.core.foundation.errors import DataError, MegatronError
 from megatron.core.foundation.processes import die_with_parent
@@ -147,7 +146,8 @@ class Job:
                 }
             )
 
-        total = sum(file.size for file in self.files) if sizes_are_known(self.files) else 0
+        is_known = all(file.size > 0 or os.path.isfile(file.path) for file in self.files)
+        total = sum(file.size for file in self.files) if is_known else 0
         progress = Progress(self.log_interval, total, self.tally)
         is_noted = note is not None
         try:
@@ -156,12 +156,12 @@ class Job:
             units = read_units(self.files, keys=self.keys, start=start, unit_bytes=self.unit_bytes)
             next_note = time.perf_counter() + self.journal_interval_s
             with closing(encode_in_order(units, self.encoder, self.num_workers)) as encoded:
-                for unit in encoded:
-                    if unit.bad and not self.skip_bad:
-                        raise self._bad_document(unit.file, unit.bad[0])
-                    for name, part in unit.parts.items():
+                for unit, result in encoded:
+                    if result.bad and not self.skip_bad:
+                        raise self._bad_document(unit.file, result.bad[0])
+                    for name, part in result.parts.items():
                         outputs[name].add(part)
-                    self.tally.add(unit)
+                    self.tally.add(unit.file, result)
                     start = unit.next_position
                     progress(self.tally, unit.consumed)
                     if time.perf_counter() > next_note:
@@ -293,8 +293,8 @@ def only_writer(output: str) -> Iterator[None]:
 
 def encode_in_order(
     units: Iterable[Unit], work: Work, num_workers: int
-) -> Generator[EncodedUnit, None, None]:
-    """Encode units on several processes and yield the results in the order of the input.
+) -> Generator[tuple[Unit, EncodedUnit], None, None]:
+    """Encode units on several processes and yield them, with the results, in order.
 
     Args:
         work: an `Encoder` or the like; forked workers share its loaded tokenizer.
@@ -304,7 +304,7 @@ def encode_in_order(
     """
     if num_workers == 0:
         for unit in units:
-            yield _explained(work, unit)
+            yield unit, _explained(work, unit)
         return
     # Forked children share the loaded tokenizer; this process has no threads and no torch.
     start = "fork" if sys.platform == "linux" else "spawn"
@@ -327,9 +327,9 @@ def encode_in_order(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _result(unit: Unit, future: Future[EncodedUnit]) -> EncodedUnit:
+def _result(unit: Unit, future: Future[EncodedUnit]) -> tuple[Unit, EncodedUnit]:
     try:
-        return future.result()
+        return unit, future.result()
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker process died; the oldest unfinished work was {_place(unit)} of {unit.path}.",

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 
@@ -41,10 +41,10 @@ class CorpusStats:
     seconds: float = 0.0
     """Seconds of all runs that worked on the output."""
 
-    def add(self, unit: EncodedUnit) -> None:
-        """Count one unit."""
-        if unit.file != self.file:
-            self.file, self.lines_of_file = unit.file, 0
+    def add(self, file: int, unit: EncodedUnit) -> None:
+        """Count one unit of a file."""
+        if file != self.file:
+            self.file, self.lines_of_file = file, 0
         self.lines += unit.num_lines
         self.lines_of_file += unit.num_lines
         self.skipped.update(bad.reason for bad in unit.bad)
@@ -105,17 +105,9 @@ class Progress:
         begun_with: counts of an earlier run that this run continues.
     """
 
-    def __init__(
-        self,
-        interval: int,
-        total_bytes: int,
-        begun_with: CorpusStats,
-        *,
-        stream: TextIO | None = None,
-    ) -> None:
+    def __init__(self, interval: int, total_bytes: int, begun_with: CorpusStats) -> None:
         self.interval = max(1, interval)
         self.total_bytes = total_bytes
-        self.stream = stream or sys.stderr
         self._begun = time.perf_counter()
         self._before = (begun_with.documents, begun_with.text_bytes, begun_with.tokens)
         self._first_consumed: int | None = None
@@ -150,4 +142,4 @@ class Progress:
                 line += f", ETA {timedelta(seconds=round(left))}"
         if tally.num_bad:
             line += f", {tally.num_bad} faulty"
-        print(line + ".", file=self.stream, flush=True)
+        print(line + ".", file=sys.stderr, flush=True)

@@ -154,8 +154,8 @@ class SentenceSplitter:
         """Return the sentences of a text, in order."""
         if self._model is None:
             self.load()
-        begins = [begin for begin, _ in self._model.span_tokenize(text)]
-        ends = [end for _, end in self._model.span_tokenize(text)]
-        if self.keep_newlines and begins:
-            begins[0], ends = 0, [*begins[1:], len(text)]
-        return [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        spans = [*self._model.span_tokenize(text)]
+        if self.keep_newlines and spans:
+            begins = [0, *(begin for begin, _ in spans[1:])]
+            spans = [*zip(begins, [*begins[1:], len(text)], strict=True)]
+        return [text[begin:end] for begin, end in spans]

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.core.datasets.corpus.index_file import write_index
-from megatron.core.datasets.corpus.token_file import explain_full_disk, sync_directory
+from megatron.core.datasets.corpus.token_file import AtomicFile, cannot_write, explain_full_disk
 from megatron.core.datasets.preprocessing.encoder import EncodedPart
 from megatron.core.foundation.errors import DataError
 
@@ -116,25 +116,11 @@ def _numbers_in(path: str, dtype: type[np.number]) -> np.ndarray:
     return np.memmap(path, dtype, "r")
 
 
-def write_whole(path: str, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, force it onto the device, and rename it.
-
-    The temporary name is always the same: an output has one writer, and the next run replaces the
-    file that a killed run left there.
-    """
-    partial = path + _SUFFIX
-    try:
-        with explain_full_disk(path, 0):
-            with open(partial, "wb", buffering=1 << 20) as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-            sync_directory(os.path.dirname(os.path.abspath(path)))
-    except DataError:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
+def write_whole(path: str, write: Callable[[AtomicFile], object]) -> None:
+    """Write a file under a temporary name, force it onto the device, and rename it."""
+    file = AtomicFile(path, partial=path + _SUFFIX)
+    write(file)
+    file.commit()
 
 
 def open_to_append(path: str) -> BinaryIO:
@@ -150,9 +136,4 @@ def open_to_append(path: str) -> BinaryIO:
             file.seek(0, os.SEEK_END)
             return file
     except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror}.",
-            rule="the output directory must be writable",
-            flags=["--output-prefix"],
-            fix="choose another place or change its permissions",
-        ) from error
+        raise cannot_write(path, error) from error

@@ -14,7 +14,6 @@ import bz2
 import functools
 import gzip
 import lzma
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -109,11 +108,6 @@ def read_units(
             units = _stream_units(file, make, before[number], place, unit_bytes, longest_line_bytes)
         yield from units
         number, place = number + 1, 0
-
-
-def sizes_are_known(files: Sequence[InputFile]) -> bool:
-    """Return whether the progress line can show how much is left."""
-    return all(file.size > 0 or os.path.isfile(file.path) for file in files)
 
 
 def _small_texts(files: Sequence[InputFile], unit_bytes: int) -> list[InputFile]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_flat_range, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import (
     ContentsBuilder,
     InteropReader,
@@ -159,7 +158,7 @@ def _parameters(
 
     def local(key: str, layer: int | None, is_copy: bool = False) -> _Parameter:
         shape = tensors[key].shape[0 if layer is None else 1 :]
-        split = split_of(key, is_gated=is_gated) or Split(None)
+        split = split_of(key, is_gated=is_gated, size=layout.tp) or Split(None)
         cut = tuple(n // layout.tp if d == split.dim else n for d, n in enumerate(shape))
         return _Parameter(key, layer, cut, split, is_copy)
 
@@ -197,7 +196,7 @@ def _cut(
     size: int,
 ) -> Iterator[_Piece | None]:
     """Yield the boxes that chunks of a bucket hold of the parameter at element `begin`."""
-    shape, dim = parameter.shape, parameter.split.dim if size > 1 else None
+    shape, split = parameter.shape, parameter.split
     count = math.prod(shape)
     held = 0
     for first, saved in rows:
@@ -205,18 +204,10 @@ def _cut(
         if low >= high:
             continue
         held += high - low
-        bounds = low - begin, high - begin
-        if dim is None:
-            boxes = [(box, box[0]) for box in boxes_of_flat_range(shape, *bounds)]
-        else:
-            blocks = 2 if parameter.split.is_gated else 1
-            boxes = boxes_of_shard(
-                shape, dim, rank=rank, size=size, stride=blocks, flat_range=bounds
-            )
         lead = () if parameter.layer is None else (parameter.layer,)
         # The first rank stores parameters that ranks do not split.
-        if dim is not None or rank == 0:
-            for box, offset in boxes:
+        if split.dim is not None or rank == 0:
+            for box, offset in split.boxes(shape, rank, size, (low - begin, high - begin)):
                 part = SavedPart(saved, begin - first, shape, box)
                 yield _Piece(kind, parameter.key, (*lead, *offset), part)
     if held != count:

@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -110,31 +109,11 @@ class InteropContents(ViewContents):
     """Why the optimizer state cannot be read; None if it can."""
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether moments are among the tensors."""
-        return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
-
-    def as_slice_of_stack(self, declaration: ShardedTensor) -> ShardedTensor:
-        """Return a declaration of one layer's tensor as a slice of the stored stack.
-
-        Models of this library declare stacks themselves; others name every layer.
-        """
-        match = _INDEXED_LAYER.fullmatch(declaration.key)
-        if match is None or declaration.key in self.manifest.tensors:
-            return declaration
-        stack = self.manifest.tensors.get(f"{match[1]}.{match[3]}")
-        if stack is None:
-            return declaration
-        num_layers = stack.shape[0]
-        fragments = declaration.axis_fragmentations
-        return replace(
-            declaration,
-            key=f"{match[1]}.{match[3]}",
-            global_shape=(num_layers, *declaration.global_shape),
-            global_offset=(int(match[2]), *declaration.global_offset),
-            axis_fragmentations=None if fragments is None else (num_layers, *fragments),
-            prepend_axis_num=1,
-        )
+    def why_no_moments(self) -> str | None:
+        """Why the moments of an optimizer cannot be read; None if they can."""
+        if any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors):
+            return self.no_optimizer
+        return self.no_optimizer or "it contains no optimizer state"
 
     def complete_optimizer(self, state: Any, template: Any) -> None:
         """Fill in, in place, the plain values that the optimizer needs in addition to its tensors.
@@ -154,40 +133,39 @@ class InteropContents(ViewContents):
         state["grad_scaler"] = self.common_state().get("grad_scaler", {})
 
 
-class InteropReader:
+def slice_of_stack(declared: ShardedTensor, manifest: Manifest) -> ShardedTensor:
+    """Return a declaration of one layer's tensor as a slice of the stored stack, if there is one.
+
+    Models of this library declare stacks themselves; others name every layer.
+    """
+    match = _INDEXED_LAYER.fullmatch(declared.key)
+    stack = None if match is None else manifest.tensors.get(f"{match[1]}.{match[3]}")
+    if match is None or stack is None or declared.key in manifest.tensors:
+        return declared
+    return replace(
+        declared,
+        key=f"{match[1]}.{match[3]}",
+        global_shape=(stack.shape[0], *declared.global_shape),
+        global_offset=(int(match[2]), *declared.global_offset),
+        axis_fragmentations=None,
+        prepend_axis_num=declared.prepend_axis_num + 1,
+    )
+
+
+class InteropReader(ViewReader):
     """Fills boxes from shards of other programs. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._views = ViewReader()
+        super().__init__()
         self._opened: dict[SavedTensor, StoredView] = {}
 
-    def __enter__(self) -> InteropReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._views.__exit__(kind, error, trace)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors read so far."""
-        return self._views.bytes_read
-
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """See `read`; `into` is filled when this returns."""
-        self.read(tensor, read, into)
-
-    def finish(self) -> None:
-        """Return at once: reads are synchronous."""
-
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
         assert isinstance(read.shard, InteropShard)
         self.read_box(read.shard, read.in_shard, into)
+
+    def finish(self) -> None:
+        """Return at once: reads are synchronous."""
 
     def read_box(self, shard: InteropShard, box: Box, into: Tensor) -> None:
         """Fill `into` from a box of a shard."""
@@ -201,12 +179,11 @@ class InteropReader:
         missing = len(shard.shape) - len(view.shape)
         if missing:
             view = replace(view, shape=shard.shape, stride=(0,) * missing + view.stride)
-        self._views.read(view.narrow(box), into)
+        self.read(view.narrow(box), into)
 
     def _open(self, saved: SavedTensor) -> StoredView:
         if saved not in self._opened:
-            descriptor = self._views.descriptor(saved.path)
-            view = read_torch_range(descriptor, saved.path, saved.begin, saved.length)
+            view = read_torch_range(self.file(saved.path), saved.begin, saved.length)
             if (
                 not isinstance(view, StoredView)
                 or view.shape != saved.shape
@@ -381,7 +358,8 @@ def _plain(value: Any, reader: ViewReader) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item, reader) for item in value)
     if isinstance(value, Record):
-        return _enum_value(value)
+        argument = value.args[0] if len(value.args) == 1 else None
+        return f"{value.kind}({argument})" if isinstance(argument, (int, str)) else value.kind
     if isinstance(value, type):
         return getattr(value, "kind", value.__name__)
     if isinstance(value, torch.dtype):
@@ -389,12 +367,6 @@ def _plain(value: Any, reader: ViewReader) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     return str(type(value).__name__)
-
-
-def _enum_value(record: Record) -> str:
-    argument = record.args[0] if len(record.args) == 1 else None
-    shown = f"({argument})" if isinstance(argument, (int, str)) else ""
-    return f"{record.kind}{shown}"
 
 
 def listed(directory: Path) -> list[str]:

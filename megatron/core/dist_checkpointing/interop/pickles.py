@@ -6,8 +6,8 @@ class whose instances (`Record`) keep their arguments and state; any other name 
 its file and offset. `pickletools.genops` splits the stream into instructions; it builds nothing.
 
 Time and memory are proportional to the pickle's length. An instruction may repeat a value that is
-stored elsewhere (the memo), so everything that an instruction costs is bounded: a key is small
-before it is hashed, and the parts of the result, counted wherever they occur, are at most
+stored elsewhere (the memo), so everything that an instruction costs is bounded: a key is cheap to
+hash, and the parts of the result, counted wherever they occur, are at most
 `PARTS_PER_BYTE` times the bytes read, in addition to a fixed number.
 """
 
@@ -19,7 +19,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -29,8 +29,6 @@ from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 MAX_DEPTH = 100
 MAX_ARGUMENTS = 64
 MAX_NAME = 1 << 10
-MAX_KEY_PARTS = 256
-MAX_KEY_BYTES = 1 << 16
 MAX_NUMBER_KEYS = 1 << 17
 """Most numbers that are keys of one dict: a hostile file can make the hashes of numbers collide,
 while Python salts the hashes of text."""
@@ -51,20 +49,20 @@ class UnsafePickleError(DamagedCheckpointError):
 
 
 class Record:
-    """An instance of an allowed class, as data: the class's name, arguments and state."""
+    """An instance of an allowed class, as data: the class's name, arguments and state.
+
+    Records are compared by identity, so a record is a cheap key whatever it contains.
+    """
 
     kind = ""
     """module.name of the class."""
-
-    def __init__(self, *args: object) -> None:
-        self.args, self.state = args, None
-        self.key: tuple[Any, ...] | None = None
-        """The parts when it was hashed, else None: a later instruction may change its state."""
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: object) -> Record:
         """Make an instance; `NEWOBJ` calls this alone."""
         record = super().__new__(cls)
-        Record.__init__(record, *args)
+        record.args, record.state = args, None
         return record
 
     def __setstate__(self, state: Any) -> None:
@@ -79,20 +77,6 @@ class Record:
     def get(self, name: str, default: object = None) -> Any:
         """Return a field of the state, or the default."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
-
-    def parts(self) -> tuple[Any, ...]:
-        """Return class, arguments and state, which comparisons of records use."""
-        if self.key is not None:
-            return self.key
-        state = self.state
-        return (self.kind, *self.args, *(state.items() if isinstance(state, dict) else (state,)))
-
-    def __hash__(self) -> int:
-        self.key = self.parts()
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and self.parts() == other.parts()
 
 
 @lru_cache(maxsize=1 << 12)
@@ -173,10 +157,8 @@ class _Machine:
             self.call(*self.last(2))
         elif name == "BUILD":
             state, value = self.last(1)[0], self.stack[-1]
-            if not isinstance(value, Record) or value.key is not None:
-                self.refuse(
-                    f"state for a {type(value).__name__}, or for one that is a key already,"
-                )
+            if not isinstance(value, Record):
+                self.refuse(f"state for a {type(value).__name__}")
             value.state = state
         elif name == "STOP":
             (self.result,) = stack
@@ -211,7 +193,8 @@ class _Machine:
         if not is_salted and len(target) + len(keys) > MAX_NUMBER_KEYS:
             self.refuse("so many numbers as keys")
         for key, value in zip(keys, values, strict=True):
-            if isinstance(key, tuple) or not is_key(key):
+            is_small = isinstance(key, int) and key.bit_length() <= 64
+            if not (is_small or isinstance(key, (str, bytes, Record, float, NoneType))):
                 self.refuse(f"a dict key of type {type(key).__name__}, or of this size,")
             target[key] = value
 
@@ -260,31 +243,6 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
     "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict,
 }  # fmt: skip
-
-
-def is_key(key: object) -> bool:
-    """Return whether hashing a value is cheap and calls only this module's or builtin code.
-
-    Parts are counted as often as a hash visits them, so a tuple of shared tuples is a large key.
-    """
-    todo, num_parts, num_bytes = [key], 0, 0
-    while todo:
-        value = todo.pop()
-        num_parts += 1
-        if isinstance(value, (tuple, Record)):
-            state = value.state if isinstance(value, Record) else None
-            if isinstance(state, dict) and len(state) > MAX_KEY_PARTS:
-                return False
-            todo.extend((value if isinstance(value, tuple) else value.parts())[:MAX_KEY_PARTS])
-        elif isinstance(value, (str, bytes)):
-            num_bytes += len(value)
-        elif isinstance(value, int):
-            num_bytes += value.bit_length()
-        elif value is not None and not isinstance(value, float):
-            return False
-        if num_parts + len(todo) > MAX_KEY_PARTS or num_bytes > MAX_KEY_BYTES:
-            return False
-    return True
 
 
 def check_tree(root: object, what: str, max_parts: int) -> None:

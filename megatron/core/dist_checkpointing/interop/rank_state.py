@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard
+from megatron.core.dist_checkpointing.flat_ranges import Box, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import ContentsBuilder, plain_values
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
 from megatron.core.foundation.errors import shown
@@ -30,8 +30,24 @@ class Split:
 
     dim: int | None
     """The split dimension; None: every rank has the whole parameter."""
-    is_gated: bool = False
-    """Each rank holds [gate_shard; up_shard]."""
+    stride: int = 1
+    """Blocks that are split one by one: 2 where each rank holds [gate_shard; up_shard]."""
+
+    def full_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Return the shape of the full tensor, if `size` ranks hold shards of `shape`."""
+        return tuple(n * size if d == self.dim else n for d, n in enumerate(shape))
+
+    def boxes(
+        self,
+        shape: tuple[int, ...],
+        rank: int,
+        size: int,
+        flat_range: tuple[int, int] | None = None,
+    ) -> list[tuple[Box, tuple[int, ...]]]:
+        """Return the boxes of a rank's shard of `shape`; see `boxes_of_shard`."""
+        return boxes_of_shard(
+            shape, self.dim, rank=rank, size=size, stride=self.stride, flat_range=flat_range
+        )
 
 
 _OLD_NAMES = (
@@ -82,36 +98,15 @@ def canonical_name(name: str) -> str:
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
-def with_layer_offset(name: str, offset: int) -> str:
-    """Return a name whose layer number counts from the first layer of the model."""
-    match = _LAYER.fullmatch(name)
-    return name if match is None else f"decoder.layers.{int(match[1]) + offset}.{match[2]}"
-
-
-def num_layers(names: Iterator[str] | list[str]) -> int:
-    """Return how many layers a stage has, from the names of its parameters."""
-    numbers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
-    return max(numbers, default=-1) + 1
-
-
-def split_of(name: str, *, is_gated: bool) -> Split | None:
-    """Return how tensor-parallel ranks split a parameter; None for a name that is not known."""
-    if _WHOLE.fullmatch(name):
+def split_of(name: str, *, is_gated: bool, size: int) -> Split | None:
+    """Return how `size` tensor-parallel ranks split a parameter; None for an unknown name."""
+    if size == 1 or _WHOLE.fullmatch(name):
         return Split(None)
     if _COLUMNS.fullmatch(name):
         return Split(1)
     if _ROWS.fullmatch(name):
-        return Split(0, is_gated and ".linear_fc1." in name)
+        return Split(0, 2 if is_gated and ".linear_fc1." in name else 1)
     return None
-
-
-def is_gated_mlp(tensors: Mapping[str, StoredView]) -> bool:
-    """Return whether the output of the first MLP layer is twice the input of the second one."""
-    for name, view in tensors.items():
-        if name.endswith(".mlp.linear_fc1.weight"):
-            second = tensors.get(name.replace("linear_fc1", "linear_fc2"))
-            return second is not None and view.shape[0] == 2 * second.shape[1]
-    return False
 
 
 Tensors = Mapping[str, StoredView]
@@ -122,11 +117,20 @@ class StageNames:
     """The keys of one pipeline stage (or virtual stage): local layer numbers become global."""
 
     def __init__(self, tensors: Tensors, layer_offset: int) -> None:
-        self.keys = {
-            name: with_layer_offset(canonical_name(name), layer_offset) for name in tensors
-        }
-        self.num_layers = num_layers([canonical_name(name) for name in tensors])
-        self.is_gated = is_gated_mlp({canonical_name(name): view for name, view in tensors.items()})
+        self.keys: dict[str, str] = {}
+        self.num_layers = 0
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, view in tensors.items():
+            key = canonical_name(name)
+            shapes[key] = view.shape
+            if match := _LAYER.fullmatch(key):
+                self.num_layers = max(self.num_layers, int(match[1]) + 1)
+                key = f"decoder.layers.{int(match[1]) + layer_offset}.{match[2]}"
+            self.keys[name] = key
+        # In a gated MLP the output of the first layer is twice the input of the second layer.
+        first = next((key for key in shapes if key.endswith(".mlp.linear_fc1.weight")), "")
+        second = shapes.get(first.replace("linear_fc1", "linear_fc2"))
+        self.is_gated = second is not None and shapes[first][0] == 2 * second[1]
 
 
 def add_stage(
@@ -155,22 +159,14 @@ def add_stage(
                 rule="ranks of one stage hold equal shares of the same parameters",
             )
         key = names.keys[name]
-        split = split_of(key, is_gated=names.is_gated)
-        if split is None and len(ranks) > 1:
+        split = split_of(key, is_gated=names.is_gated, size=len(ranks))
+        if split is None:
             unknown.append(key)
             continue
+        builder.declare(prefix + key, first.dtype, split.full_shape(first.shape, len(ranks)))
         shards = [view for view in views if view is not None]
-        dim = split.dim if split is not None else None
-        if dim is None or len(ranks) == 1:
-            builder.add_whole(prefix + key, first)
-            continue
-        shape = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(first.shape))
-        builder.declare(prefix + key, first.dtype, shape)
-        blocks = 2 if split is not None and split.is_gated else 1
-        for rank, view in enumerate(shards):
-            for box, offset in boxes_of_shard(
-                first.shape, dim, rank=rank, size=len(ranks), stride=blocks
-            ):
+        for rank, view in enumerate(shards if split.dim is not None else shards[:1]):
+            for box, offset in split.boxes(first.shape, rank, len(ranks)):
                 builder.add(prefix + key, offset, view.narrow(box))
     return unknown
 
@@ -199,11 +195,6 @@ def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[st
     if isinstance(scaler, dict) and all(name in scaler for name in _SCALER):
         state["grad_scaler"] = {name: scaler[name] for name in _SCALER}
     return state, run
-
-
-def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
-    """Store the number of updates that the optimizer has made in `builder`."""
-    builder.optimizer_step = steps_in(optimizer)
 
 
 def steps_in(optimizer: object) -> int:

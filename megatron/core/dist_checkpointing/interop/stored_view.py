@@ -6,20 +6,21 @@ a bounded size.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
-    read_exactly,
+    LocalFile,
+    open_local,
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.shard_file import as_bytes
@@ -107,6 +108,21 @@ class StoredView:
         )
 
 
+def sizes_of(value: object) -> tuple[int, ...]:
+    """Return a shape or offset that a file contains.
+
+    Raises:
+        DamagedCheckpointError: it is neither.
+    """
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
+    ):
+        raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
+    return tuple(value)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major strides of a shape, in elements."""
     strides, step = [], 1
@@ -124,23 +140,22 @@ class ViewReader:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-        self._descriptors: dict[Path, int] = {}
+        self._stack = contextlib.ExitStack()
+        self._files: dict[Path, LocalFile] = {}
         self._verified: set[StoredBytes] = set()
 
-    def __enter__(self) -> ViewReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._stack.close()
+        self._files.clear()
 
-    def descriptor(self, path: Path) -> int:
-        """Return an open descriptor of a regular file."""
-        if path not in self._descriptors:
-            with open_inside(path.parent, path.name) as (descriptor, _):
-                self._descriptors[path] = os.dup(descriptor)
-        return self._descriptors[path]
+    def file(self, path: Path) -> LocalFile:
+        """Return an open regular file."""
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(open_local(path.parent, path.name))
+        return self._files[path]
 
     def read(self, view: StoredView, into: Tensor) -> None:
         """Fill `into`, of the view's shape and any dtype and device, from the file."""
@@ -162,11 +177,17 @@ class ViewReader:
             into.copy_(held.as_strided(view.shape, view.stride, view.offset))
             self.bytes_read += into.numel() * item
             return
-        if _is_same_memory(view, into):
+        file = self.file(view.storage.path)
+        position = view.storage.begin + view.offset * item
+        if (
+            view.is_contiguous
+            and into.is_contiguous()
+            and is_host_memory(into.device)
+            and into.dtype == view.dtype
+        ):
             # The file's bytes are the tensor's bytes in the same order.
             memory = as_bytes(into)
-            position = view.storage.begin + view.offset * item
-            read_exactly(self.descriptor(view.storage.path), memory, position, view.storage.path)
+            file.read_into(memory, position)
             self.bytes_read += len(memory)
             return
         extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
@@ -181,20 +202,18 @@ class ViewReader:
                 self._read(view.narrow((corner, size)), into.narrow(axis, begin, length))
             return
         data = torch.empty(extent * item, dtype=torch.uint8)
-        position = view.storage.begin + view.offset * item
-        path = view.storage.path
-        read_exactly(self.descriptor(path), data.numpy().data, position, path)
+        file.read_into(data.numpy().data, position)
         self.bytes_read += extent * item
         into.copy_(data.view(view.dtype).as_strided(view.shape, view.stride))
 
     def _verify(self, storage: StoredBytes) -> None:
         if storage.crc32 is None or storage in self._verified:
             return
-        descriptor, found = self.descriptor(storage.path), 0
+        file, found = self.file(storage.path), 0
         scratch = bytearray(min(SLAB_BYTES, storage.num_bytes))
         for begin in range(0, storage.num_bytes, SLAB_BYTES):
             part = memoryview(scratch)[: min(SLAB_BYTES, storage.num_bytes - begin)]
-            read_exactly(descriptor, part, storage.begin + begin, storage.path)
+            file.read_into(part, storage.begin + begin)
             found = zlib.crc32(part, found)
         if found != storage.crc32:
             raise DamagedCheckpointError(
@@ -204,13 +223,3 @@ class ViewReader:
                 fix="use another checkpoint; check the storage",
             )
         self._verified.add(storage)
-
-
-def _is_same_memory(view: StoredView, into: Tensor) -> bool:
-    """Return whether the stored bytes of a view are the bytes of the tensor in memory."""
-    return (
-        view.is_contiguous
-        and into.is_contiguous()
-        and is_host_memory(into.device)
-        and into.dtype == view.dtype
-    )

@@ -17,7 +17,6 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import defaultdict
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, open_inside
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, LocalFile, open_local
 from megatron.core.dist_checkpointing.interop.pickles import (
     Record,
     check_tree,
@@ -64,18 +63,27 @@ def read_torch_file(path: Path) -> Any:
         UnsafePickleError: the file names a class or function that is not on the allowlist.
         DamagedCheckpointError: it is not such a file, or it is damaged.
     """
-    with open_inside(path.parent, path.name) as (descriptor, size):
-        return read_torch_range(descriptor, path, 0, size)
+    with open_local(path.parent, path.name) as file:
+        return read_torch_range(file, 0, file.size)
 
 
-def read_torch_range(descriptor: int, path: Path, begin: int, length: int) -> Any:
+def read_torch_dict(path: Path) -> dict[Any, Any]:
+    """Do as `read_torch_file` for a file that holds a dict of states."""
+    value = read_torch_file(path)
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{path} does not hold a dict of states.")
+    return value
+
+
+def read_torch_range(whole: LocalFile, begin: int, length: int) -> Any:
     """Do as `read_torch_file` for the bytes begin .. begin + length - 1 of an open file."""
-    file: Any = io.BufferedReader(_Range(descriptor, begin, length), 1 << 16)
+    path = whole.path
+    file: Any = io.BufferedReader(_Range(whole.descriptor, begin, length), 1 << 16)
     magic = file.peek(4)[:4]
     if magic != _ZIP_MAGIC and magic[:1] != b"\x80":
         _damaged(path, begin, f"the first bytes are {magic!r}")
     archive = _Archive(file, path, begin, length) if magic == _ZIP_MAGIC else None
-    is_described = archive is not None and not archive.is_swapped and _torch_gives_positions()
+    is_described = archive is not None and not archive.is_swapped
     try:
         names = _global_names(
             file if archive is None else io.BufferedReader(io.BytesIO(archive.pickle))
@@ -123,16 +131,6 @@ def read_torch_range(descriptor: int, path: Path, begin: int, length: int) -> An
         return view
 
     return _described(value, stored)
-
-
-@lru_cache(maxsize=1)
-def _torch_gives_positions() -> bool:
-    """Return whether this torch records the position of a storage without data (newer ones do)."""
-    file = io.BytesIO()
-    torch.save(torch.ones(1), file)
-    file.seek(0)
-    tensor = torch.load(file, map_location="meta", weights_only=True)
-    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None) is not None
 
 
 def _described(value: Any, stored: Any) -> Any:

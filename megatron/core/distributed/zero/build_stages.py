@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,9 +13,10 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
     bucket_numel,
 )
-from megatron.core.distributed.flat_params import FlatParams, LayoutOptions
+from megatron.core.distributed.flat_params import FlatParams
 from megatron.core.distributed.model_parameters import Unit, names_in_model
-from megatron.core.distributed.zero.gathered_params import gathered_params
+from megatron.core.distributed.sharding_arithmetic import plan_buffer
+from megatron.core.distributed.zero.gathered_params import GatheredParams, gathered_params
 from megatron.core.distributed.zero.sharded_params import ShardedParams
 from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.distributed.zero.stage1 import ParamAndGradBuffer
@@ -39,7 +39,7 @@ def build_stages(
     *,
     mesh_of: Callable[[bool], Mesh],
     policy_of: Callable[[Mesh], ReductionPolicy],
-    separate: Sequence[nn.Parameter],
+    separate: Collection[nn.Parameter],
     disable_bucketing: bool,
     is_exact: bool = False,
 ) -> list[ZeroStage]:
@@ -53,28 +53,49 @@ def build_stages(
         is_exact: gradients are exact sums; see `parameters.exact_sum`.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
+    single_bucket_units = {number for number, unit in enumerate(units) if unit.is_layer}
+    on_host = config.overlap_cpu_optimizer_d2h_h2d
+    leaves_device = config.offloads_parameters or on_host
     stages: list[ZeroStage] = []
     quantized = _fp8_gathered(module, config)
     for (dtype, is_expert, _), parameters in _by_kind(module, unit_of, quantized).items():
         mesh = mesh_of(is_expert)
-        numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
-        bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)
-        options = LayoutOptions(
-            mesh=mesh,
-            bucket_numel=None if disable_bucketing else bucketed(numel),
-            separate_numel=None if disable_bucketing else bucketed(None),
-            separate=separate,
-            units=[unit_of[p] for _, p in parameters] if units else None,
-            single_bucket_units={number for number, unit in enumerate(units) if unit.is_layer},
-            tag=len(stages) * _TAGS_PER_BUFFER,
-            quantized=[quantized[p] for _, p in parameters if p in quantized],
-        )
-        grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
+        policy, grad_dtype = policy_of(mesh), torch.float32 if config.grad_reduce_in_fp32 else dtype
         if is_exact:
             grad_dtype = torch.float64
             for _, parameter in parameters:
                 parameter.grad_dtype = None  # type: ignore[attr-defined]
-        stages.append(_stage(module, config, parameters, options, grad_dtype, policy_of(mesh)))
+        shards_gradients = config.shards_gradients and (mesh.shard_size > 1 or leaves_device)
+        numels, device = [p.numel() for _, p in parameters], parameters[0][1].device
+        bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)
+        plan = plan_buffer(
+            numels,
+            bucket_numel=None if disable_bucketing else bucketed(sum(numels)),
+            num_shards=mesh.size,
+            separate={i for i, (_, p) in enumerate(parameters) if p in separate},
+            separate_numel=None if disable_bucketing else bucketed(None),
+            units=[unit_of[p] for _, p in parameters] if units and shards_gradients else None,
+            single_bucket_units=single_bucket_units,
+        )
+        flat = FlatParams(
+            parameters,
+            plan,
+            mesh,
+            tag=len(stages) * _TAGS_PER_BUFFER,
+            quantized=[quantized[p] for _, p in parameters if p in quantized],
+        )
+        if not shards_gradients:
+            fill_deferred_weights(module, flat.parameters)
+            stages.append(ParamAndGradBuffer(flat, policy, grad_dtype=grad_dtype))
+            continue
+        params: GatheredParams | ShardedParams
+        kind: type[Zero2Buffer]
+        if units:
+            path, is_on_host = config.param_offload_path, config.param_cpu_offload
+            params, kind = ShardedParams(flat, module, path, is_on_host), Zero3Buffer
+        else:
+            params, kind = gathered_params(flat, is_updated_on_host=on_host), Zero2Buffer
+        stages.append(kind(flat, params, policy, grad_dtype=grad_dtype, sums_on_host=on_host))
     return stages
 
 
@@ -110,26 +131,3 @@ def _by_kind(
             kind = (parameter.dtype, is_expert, parameter in quantized)
             kinds.setdefault(kind, []).append((name_of[parameter], parameter))
     return kinds
-
-
-def _stage(
-    module: nn.Module,
-    config: DistributedDataParallelConfig,
-    parameters: Named,
-    options: LayoutOptions,
-    grad_dtype: torch.dtype,
-    policy: ReductionPolicy,
-) -> ZeroStage:
-    on_host = config.overlap_cpu_optimizer_d2h_h2d
-    is_unsharded = options.mesh.shard_size == 1 and not (config.offloads_parameters or on_host)
-    if is_unsharded or not config.shards_gradients:
-        fill_deferred_weights(module, [p for _, p in parameters])
-        flat = FlatParams(parameters, replace(options, units=None, single_bucket_units=()))
-        return ParamAndGradBuffer(flat, policy, grad_dtype=grad_dtype)
-    flat = FlatParams(parameters, options)
-    if options.units is None:
-        gathered = gathered_params(flat, is_updated_on_host=on_host)
-        return Zero2Buffer(flat, gathered, policy, grad_dtype=grad_dtype, sums_on_host=on_host)
-    path, is_on_host = config.param_offload_path, config.param_cpu_offload
-    sharded = ShardedParams(flat, module, path, is_on_host)
-    return Zero3Buffer(flat, sharded, policy, grad_dtype=grad_dtype, sums_on_host=on_host)

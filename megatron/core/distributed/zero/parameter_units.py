@@ -23,7 +23,7 @@ start the same gathers in the same order. Only the backward pass writes gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -33,12 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.dist_checkpointing.collective import as_checkpoint_error
+from megatron.core.distributed.communication import gather_on_all_ranks
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.zero.sharded_params import Pass
 from megatron.core.distributed.zero.stage import ZeroStage
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
-from megatron.core.foundation.errors import MegatronError
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
@@ -72,6 +71,7 @@ class ParameterUnits:
             self._locations.append(sorted(found, key=lambda location: location[1]))
             self._unit_of |= dict.fromkeys(sharded, number)
         self._buffers = list(dict.fromkeys(b for b, _ in chain.from_iterable(self._locations)))
+        self._meshes = [buffer.flat.mesh for buffer in self._buffers]
         self._last = len(units) - 1
         self._read_late: set[int] = set()
         """Units with a weight that a later module has read, too: a tied weight."""
@@ -237,10 +237,10 @@ class ParameterUnits:
             CheckpointError: on all ranks, if one of them fails, for example out of memory.
         """
         try:
-            self._all_ranks(self._allocate)
+            gather_on_all_ranks(self._allocate, self._meshes)
             for number in range(len(self._locations)):
-                self._all_ranks(partial(self._prefetch, [number]))
-                self._all_ranks(partial(self._gather, [number], Pass.FORWARD))
+                gather_on_all_ranks(partial(self._prefetch, [number]), self._meshes)
+                gather_on_all_ranks(partial(self._gather, [number], Pass.FORWARD), self._meshes)
             yield
         finally:
             self._reshard()
@@ -248,17 +248,6 @@ class ParameterUnits:
     def _reshard(self) -> None:
         for buffer in self._buffers:
             buffer.params.prepare_update()
-
-    def _all_ranks(self, step: Callable[[], None]) -> None:
-        problem: MegatronError | None = None
-        try:
-            step()
-        except Exception as error:
-            problem = as_checkpoint_error(error, "gathering parameters")
-        for buffer in self._buffers:
-            problem = buffer.flat.mesh.agreed(problem)
-        if problem is not None:
-            raise problem
 
     def _allocate(self) -> None:
         self._reshard()  # the end of an earlier call may have failed on this rank alone

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.distributed.compression import (
-    CompressedReduction,
-    CompressionSettings,
-    TrafficCount,
-)
+from megatron.core.distributed.compression import CompressedReduction, TrafficCount
+from megatron.core.distributed.distributed_data_parallel_config import DataParallelFlags
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
@@ -41,8 +38,8 @@ class ReductionPolicy:
     """The collective averages over the ranks if the backend can; then `scale` lacks 1/size."""
     check_finite: bool = False
     """Check for non-finite local gradients before they are summed with other ranks' gradients."""
-    compression: CompressionSettings = CompressionSettings()
-    """Compression of the messages."""
+    compression: DataParallelFlags | None = None
+    """Settings of the compression of messages; None sends them as they are."""
 
 
 class ZeroStage(ABC):
@@ -71,7 +68,7 @@ class ZeroStage(ABC):
     def _compression_of(self, bucket: Bucket) -> CompressedReduction | None:
         """Return how the bucket's gradients are compressed, and find the matrices in it."""
         settings, flat = self._policy.compression, self.flat
-        if settings.kind == "none" or flat.mesh.size == 1:
+        if settings is None or flat.mesh.size == 1:
             return None
         matrices = []
         for piece in flat.plan.pieces(bucket.begin, bucket.end):

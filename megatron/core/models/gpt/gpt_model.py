@@ -137,7 +137,6 @@ class GPTModel(LanguageModule):
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
-                    use_cpu_initialization=config.use_cpu_initialization,
                     cp_group=self.pg_collection.cp,
                 )
                 self.rotary_pos_emb = rotary(

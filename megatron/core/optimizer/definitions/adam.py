@@ -13,15 +13,16 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron.core.optimizer.chunk_updates import ADAM, ADAMW
 from megatron.core.optimizer.definition import (
+    ADAM,
+    ADAMW,
     ModelTensors,
     OptimizerDefinition,
     Pieces,
+    UpdateSettings,
     eager,
     has_fused_kernel,
 )
-from megatron.core.optimizer.update_settings import UpdateSettings
 
 _Adam, _AdamW = eager(torch.optim.Adam), eager(torch.optim.AdamW)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.optimizer.definition import ModelTensors, OptimizerDefinition
+from megatron.core.optimizer.definition import ModelTensors, OptimizerDefinition, UpdateSettings
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.update_settings import UpdateSettings
 
 
 def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], parts: ModelTensors) -> Any:

@@ -11,10 +11,10 @@ from megatron.core.optimizer.definition import (
     ModelTensors,
     OptimizerDefinition,
     Pieces,
+    UpdateSettings,
     eager,
     has_fused_kernel,
 )
-from megatron.core.optimizer.update_settings import UpdateSettings
 
 _SGD = eager(torch.optim.SGD)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE, SHARE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,17 +58,19 @@ class LatentAttentionConfig:
 
     multi_latent_attention: bool = False
     """Attention whose keys and values are made from one short vector per token."""
-    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention")
+    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the queries' latent; None projects queries in one step."""
-    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention")
+    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the latent of keys and values."""
-    qk_head_dim: int = flag(128, part_of="multi_latent_attention")
+    qk_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a query/key head without its rotary part."""
-    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention")
+    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the rotary part, whose key all heads share."""
-    v_head_dim: int = flag(128, part_of="multi_latent_attention")
+    v_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a value head."""
-    latent_norm_epsilon: float | None = flag(None, part_of="multi_latent_attention")
+    latent_norm_epsilon: float | None = flag(
+        None, part_of="multi_latent_attention", within=POSITIVE
+    )
     """Added to the variance in the norms of latents; None is --norm-epsilon."""
     rope_type: str = flag(
         "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
@@ -108,32 +111,12 @@ def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[Megatro
     """Yield the problems of these sizes."""
     if not config.multi_latent_attention:
         return
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-                 "v_head_dim"):  # fmt: skip
-        value = getattr(config, name)
-        odd = name == "qk_pos_emb_head_dim" and value % 2
-        if value is not None and (value < 1 or odd):
-            spelling = "--" + name.replace("_", "-")
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number, and channels rotate in pairs",
-                flags=[spelling],
-                fix=f"use {spelling} {max(2, value + value % 2)}",
-            )
-    epsilon = config.latent_norm_epsilon
-    if epsilon is not None and not 0 < epsilon < 1:
+    if config.qk_pos_emb_head_dim % 2:
         yield ConfigError(
-            f"latent_norm_epsilon={epsilon}.",
-            rule="it is positive and small compared with the variance",
-            flags=["--latent-norm-epsilon"],
-            fix="leave --latent-norm-epsilon out, or use 1e-6",
-        )
-    if config.rope_type not in ("rope", "yarn"):
-        yield ConfigError(
-            f"rope_type={config.rope_type!r} is unknown.",
-            rule="the rotary part uses rope or yarn",
-            flags=["--rope-type"],
-            fix="use yarn",
+            f"qk_pos_emb_head_dim={config.qk_pos_emb_head_dim}.",
+            rule="channels rotate in pairs",
+            flags=["--qk-pos-emb-head-dim"],
+            fix=f"use --qk-pos-emb-head-dim {config.qk_pos_emb_head_dim + 1}",
         )
 
 
@@ -148,13 +131,16 @@ class SparseAttentionConfig:
     dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
     """Width of a head of the indexer; its first channels rotate, as many as
     --qk-pos-emb-head-dim."""
-    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
+    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Query heads of the indexer; they share one key."""
-    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
+    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
     earliest key."""
     dsa_indexer_loss_coeff: float | None = flag(
-        None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
+        None,
+        part_of=_MIXER,
+        per_micro_batch="the loss is a mean over the tokens of a micro batch",
+        within=NOT_NEGATIVE,
     )
     """Factor on the loss that trains the indexer to match the distribution of attention. With None
     or 0 the indexer is not trained."""
@@ -206,15 +192,12 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
         )
     for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
         value = getattr(config, name)
-        if value is None or value < 1:
+        if value is None:
             yield _of_size(name, value, "it is a positive number", example)
     width = config.dsa_indexer_head_dim
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
-    if config.dsa_indexer_loss_coeff is not None and config.dsa_indexer_loss_coeff < 0:
-        value = config.dsa_indexer_loss_coeff
-        yield _of_size("dsa_indexer_loss_coeff", value, "it is not negative", 0.01)
 
 
 @dataclass
@@ -224,9 +207,9 @@ class QueryKeyClipConfig:
     qk_clip: bool = False
     """After each update scale down the query and key weights of heads whose largest attention logit
     in the global batch exceeds --qk-clip-threshold (MuonClip, arXiv 2507.20534, section 2.1)."""
-    qk_clip_threshold: float = flag(100.0, part_of="qk_clip")
+    qk_clip_threshold: float = flag(100.0, part_of="qk_clip", within=POSITIVE)
     """Largest attention logit that causes no scaling."""
-    qk_clip_alpha: float = flag(0.5, part_of="qk_clip")
+    qk_clip_alpha: float = flag(0.5, part_of="qk_clip", within=SHARE)
     """Share of the scaling that is applied to the query weights; key weights get the rest."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of each global batch."""
@@ -235,23 +218,3 @@ class QueryKeyClipConfig:
     def records_max_logits(self) -> bool:
         """Whether attention records the largest logit of each head."""
         return self.qk_clip or self.log_max_attention_logit
-
-
-def query_key_clip_problems(config: QueryKeyClipConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if not config.qk_clip:
-        return
-    if not 0.0 < config.qk_clip_threshold < float("inf"):
-        yield ConfigError(
-            f"qk_clip_threshold={config.qk_clip_threshold}.",
-            rule="the bound of the attention logits is a positive number",
-            flags=["--qk-clip-threshold"],
-            fix="use --qk-clip-threshold 100",
-        )
-    if not 0.0 <= config.qk_clip_alpha <= 1.0:
-        yield ConfigError(
-            f"qk_clip_alpha={config.qk_clip_alpha}.",
-            rule="the share that queries take of the scaling is in [0, 1]",
-            flags=["--qk-clip-alpha"],
-            fix="use --qk-clip-alpha 0.5",
-        )

@@ -11,19 +11,11 @@ import torch.nn.functional as F
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import int_pair, layer_pattern
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-_POSITIVE = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
-
-
 DRAWN_BY_PLACE = "dropout is keyed by a token's place in the micro batch"
 
 
@@ -59,14 +51,14 @@ class BlockConfig:
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the word embeddings."""
-    logits_scaling: float = 1.0
+    logits_scaling: float = flag(1.0, within=POSITIVE)
     """Divisor of the logits, applied before --final-logit-softcapping (Granite)."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the logits of the head: c * tanh(logit / c). With None they are unbounded."""
 
     add_bias_linear: bool = flag(
@@ -85,9 +77,9 @@ class BlockConfig:
     """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
     other branch on both sides. None does not clamp."""
 
-    hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
+    hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the embedding and of each residual branch."""
-    attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
+    attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the attention weights."""
 
     softmax_scale: float | None = None
@@ -102,11 +94,11 @@ class BlockConfig:
     window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
     window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr"
+        None, parse=layer_pattern, type_text="int or list expr", within=POSITIVE
     )
     """Layers with the window: N for all but every N-th layer, or 1 (window) or 0 for each layer.
     None is all layers."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). With None they are unbounded."""
     attention_backend: AttnBackend = AttnBackend.auto
@@ -126,37 +118,6 @@ class BlockConfig:
 
 def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
     """Yield the problems of the layer's composition."""
-    if config.normalization not in NORMS:
-        yield ConfigError(
-            f"normalization={config.normalization!r} is unknown.",
-            rule=f"known norms are {', '.join(NORMS)}",
-            flags=["--normalization"],
-            fix="use --normalization RMSNorm",
-        )
-    if config.softmax_type not in SOFTMAX_TYPES:
-        yield ConfigError(
-            f"softmax_type={config.softmax_type!r} is unknown.",
-            rule=f"known types are {', '.join(SOFTMAX_TYPES)}",
-            flags=["--softmax-type"],
-            fix="use --softmax-type vanilla",
-        )
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0.0 <= getattr(config, name) < 1.0:
-            yield ConfigError(
-                f"{name}={getattr(config, name)}.",
-                rule="a dropout probability is in [0, 1)",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use --{name.replace('_', '-')} 0.1",
-            )
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"leave --{name.replace('_', '-')} out",
-            )
     if config.use_parallel_residual and config.apply_residual_connection_post_layernorm:
         yield ConfigError(
             "use_parallel_residual with apply_residual_connection_post_layernorm.",
@@ -167,14 +128,6 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop one of them",
-        )
-    pattern = config.window_attn_skip_freq
-    if isinstance(pattern, int) and pattern < 1:
-        yield ConfigError(
-            f"window_attn_skip_freq={pattern}.",
-            rule="every N-th layer sees all keys, N at least 1",
-            flags=["--window-attn-skip-freq"],
-            fix="use --window-attn-skip-freq 2 for every other layer",
         )
     if config.window_size is not None and (
         len(config.window_size) != 2 or min(config.window_size) < -1

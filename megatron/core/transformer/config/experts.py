@@ -9,35 +9,68 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
-from megatron.core.transformer.config.expert_exchange import (
-    DISPATCHERS,
-    ExpertExchangeConfig,
-    exchange_problems,
-)
+from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-DROP_POLICIES = ("probs", "position")
 _EQUALLY_MANY = "ranks route equally many tokens"
+
+
+@dataclass
+class ExpertExchangeConfig:
+    """Dispatcher of tokens, and the library that it may use. Names and defaults are Megatron's."""
+
+    moe_token_dispatcher_type: str = flag(
+        "allgather", choices=("allgather", "alltoall", "flex"), part_of="num_experts"
+    )
+    """How tokens are sent to experts on other ranks. flex uses the library that
+    `moe_flex_dispatcher_backend` names; if the library cannot be used, it works like alltoall."""
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep",
+        choices=("deepep", "hybridep", "ncclep"),
+        part_of="moe_token_dispatcher_type",
+        note_values={"ncclep": "tokens are sent by all-to-all"},
+    )
+    """Library of the flex dispatcher: deepep or hybridep (both in the package deep_ep). The log
+    names the library in use, and the reason if it is another one."""
+    moe_enable_deepep: bool = flag(False, part_of="moe_token_dispatcher_type")
+    """Megatron's earlier name of moe-flex-dispatcher-backend deepep; for the flex dispatcher."""
+    moe_flex_dispatcher_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """Multiprocessors that the library of the flex dispatcher may occupy; None is its default."""
+    moe_deepep_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """The same for deepep alone."""
+    moe_hybridep_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """The same for hybridep alone."""
+
+    @property
+    def exchange_library(self) -> str:
+        """The library chosen for the flex dispatcher."""
+        return "deepep" if self.moe_enable_deepep else self.moe_flex_dispatcher_backend
+
+    @property
+    def exchange_num_sms(self) -> int | None:
+        """Number of multiprocessors that the library may occupy; None is its default."""
+        of_library = {"deepep": self.moe_deepep_num_sms, "hybridep": self.moe_hybridep_num_sms}
+        own = of_library.get(self.exchange_library)
+        return self.moe_flex_dispatcher_num_sms if own is None else own
 
 
 @dataclass
 class ExpertConfig(ExpertExchangeConfig):
     """Routed experts, their router and dispatcher. Names and defaults are Megatron's."""
 
-    num_moe_experts: int | None = flag(None, name="num_experts")
+    num_moe_experts: int | None = flag(None, name="num_experts", within=POSITIVE)
     """Routed experts of each expert layer; None is a dense model."""
     moe_layer_freq: int | list[int] = flag(
-        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
+        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts", within=POSITIVE
     )
     """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
-    moe_latent_size: int | None = flag(None, part_of="num_experts")
+    moe_latent_size: int | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Input and output width of routed experts: tokens are projected down to it before they are
     sent to their experts, and up again afterwards. The router and shared experts read tokens in the
     hidden size (LatentMoE, arXiv 2601.18089). None is the hidden size."""
@@ -89,14 +122,14 @@ class ExpertConfig(ExpertExchangeConfig):
     """One or several of aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn, or none."""
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", part_of="num_experts")
     """Weight of the balance loss; one for each method where there are several."""
-    moe_z_loss_coeff: float | None = flag(None, part_of="num_experts")
+    moe_z_loss_coeff: float | None = flag(None, part_of="num_experts", within=BELOW_ONE)
     """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.1)."""
-    moe_input_jitter_eps: float | None = flag(None, part_of="num_experts")
+    moe_input_jitter_eps: float | None = flag(None, part_of="num_experts", within=BELOW_ONE)
     """Multiply the router's input by uniform noise in [1 - eps, 1 + eps] (arXiv 2101.03961)."""
     moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
     """Route at random, for measuring speed."""
 
-    moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
+    moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Capacity of an expert: the number of tokens of a sequence that it accepts, relative to an
     even share. None drops no token."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
@@ -106,13 +139,15 @@ class ExpertConfig(ExpertExchangeConfig):
     )
     """Pad the input of every expert to the same length: its capacity in each sequence."""
     moe_expert_rank_capacity_factor: float | None = flag(
-        None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
+        None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY, within=POSITIVE
     )
     """Number of tokens that a rank sends to each expert-parallel rank, relative to an even share of
     its choices. With it the host never waits for the router; choices beyond it are dropped and
     counted in the log. At the expert-parallel size none is dropped. With None the host reads the
     router's counts and sends every token."""
-    moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, part_of="num_experts", within=POSITIVE
+    )
     """Width of the shared expert, which every token uses; None adds no shared expert."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Multiply the shared expert's output by a sigmoid gate computed from the token."""
@@ -194,21 +229,12 @@ def expert_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     yield from _sizes_problems(config)
     yield from _router_problems(config)
     yield from _capacity_problems(config)
-    yield from exchange_problems(config)
 
 
 def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     experts, num_layers = config.num_moe_experts or 0, config.num_layers
     expert_parallel = config.expert_model_parallel_size
     expert_tp = config.expert_tensor_parallel_size or 1
-    if experts < 1:
-        yield _problem(
-            f"num_moe_experts={experts}.",
-            "it is a positive number",
-            "--num-experts",
-            fix="drop --num-experts for a dense model",
-        )
-        return
     if experts % expert_parallel:
         yield _problem(
             f"{experts} experts cannot be split over expert-parallel size {expert_parallel}.",
@@ -227,23 +253,8 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             "--expert-tensor-parallel-size",
             fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
         )
-    if config.moe_latent_size is not None and config.moe_latent_size < 1:
-        yield _problem(
-            f"moe_latent_size={config.moe_latent_size}.",
-            "it is a positive number",
-            "--moe-latent-size",
-            fix="drop --moe-latent-size for experts of the hidden size",
-        )
     freq = config.moe_layer_freq
-    if isinstance(freq, int):
-        if freq < 1:
-            yield _problem(
-                f"moe_layer_freq={freq}.",
-                "it is a positive number, or a list of 0 and 1",
-                "--moe-layer-freq",
-                fix="use --moe-layer-freq 1",
-            )
-    elif len(freq) != num_layers or set(freq) - {0, 1}:
+    if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
         yield _problem(
             f"moe_layer_freq={freq} for {num_layers} layers.",
             "a list has 0 or 1 for every layer",
@@ -252,11 +263,10 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             fix=f'use --moe-layer-freq "[1]*{num_layers}"',
         )
     shared = config.moe_shared_expert_intermediate_size
-    if (shared is not None and shared < 1) or (config.moe_shared_expert_gate and shared is None):
+    if config.moe_shared_expert_gate and shared is None:
         yield _problem(
-            f"moe_shared_expert_intermediate_size={shared}"
-            f" with moe_shared_expert_gate={config.moe_shared_expert_gate}.",
-            "a shared expert has a positive width, and a gate needs a shared expert",
+            "moe_shared_expert_gate=True without moe_shared_expert_intermediate_size.",
+            "the gate multiplies the output of a shared expert",
             "--moe-shared-expert-intermediate-size",
             fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
         )
@@ -277,21 +287,6 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 
 def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
     experts, topk = config.num_moe_experts or 0, config.moe_router_topk
-
-    for name, value, known in (
-        ("moe_router_score_function", config.moe_router_score_function, SCORE_FUNCTIONS),
-        ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, DISPATCHERS),
-        ("moe_token_drop_policy", config.moe_token_drop_policy, DROP_POLICIES),
-        ("moe_router_dtype", config.moe_router_dtype, (None, "fp32", "fp64")),
-    ):
-        if value not in known:
-            option = "--" + name.replace("_", "-")
-            yield _problem(
-                f"{name}={value!r} is unknown.",
-                f"known are {', '.join(map(str, known))}",
-                option,
-                fix=f"use {option} {known[-1]}",
-            )
     if not 1 <= topk <= experts:
         yield _problem(
             f"moe_router_topk={topk} of {experts} experts.",
@@ -392,19 +387,10 @@ def _balance_problems(config: ExpertConfig) -> Iterator[MegatronError]:
             "--moe-router-load-balancing-type",
             fix="use --moe-router-load-balancing-type sinkhorn alone",
         )
-    for name in ("moe_z_loss_coeff", "moe_input_jitter_eps"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            option = "--" + name.replace("_", "-")
-            yield _problem(f"{name}={value}.", "it is in [0, 1)", option, fix=f"use {option} 1e-3")
 
 
 def _capacity_problems(config: ExpertConfig) -> Iterator[MegatronError]:
-    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
-        factor, option = getattr(config, name), "--" + name.replace("_", "-")
-        if factor is not None and not factor > 0:
-            rule = "it is a positive multiple of the even share"
-            yield _problem(f"{name}={factor}.", rule, option, fix="give 1.25")
+    factor = config.moe_expert_rank_capacity_factor
     if factor is not None and config.moe_token_dispatcher_type == "allgather":
         found = "moe_expert_rank_capacity_factor with the allgather dispatcher."
         rule = "it bounds the messages between ranks, and an allgather always sends every token"
@@ -415,3 +401,13 @@ def _capacity_problems(config: ExpertConfig) -> Iterator[MegatronError]:
         rule = "inputs are padded to the capacity of an expert"
         flags = "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"
         yield _problem(found, rule, *flags, fix=f"add {flags[1]} 1.25")
+    sms = config.exchange_num_sms
+    if sms is not None and (sms < 2 or sms % 2):
+        yield _problem(
+            f"{sms} multiprocessors for the exchange of tokens.",
+            "half of the multiprocessors send and half receive",
+            "--moe-flex-dispatcher-num-sms",
+            "--moe-deepep-num-sms",
+            "--moe-hybridep-num-sms",
+            fix="give an even number, for example 20",
+        )

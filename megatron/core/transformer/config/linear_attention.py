@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import float_pair, layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import POSITIVE
 from megatron.core.transformer.config.layer_kinds import (
     ATTENTION,
     DENSE,
@@ -38,15 +39,6 @@ MIXER_OF_VARIANT = {
 _NOT_HERE = "use gated_delta_net, kda, mamba2 or dsa"
 _VARIANT = "experimental_attention_variant"
 _MIXER = _VARIANT, "hybrid_layer_pattern"
-_DELTA_SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-                "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
-_SIZES = {
-    GATED_DELTA_NET: _DELTA_SIZES,
-    KIMI: _DELTA_SIZES,
-    MAMBA: ("linear_conv_kernel_dim", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
-            "mamba_num_heads"),
-}  # fmt: skip
-"""Sizes of each mixer, which are positive."""
 
 
 @dataclass
@@ -62,7 +54,7 @@ class LinearAttentionConfig:
     2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), or dsa,
     attention with latents to the keys that an indexer chooses (arXiv 2512.02556)."""
     linear_attention_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT, within=POSITIVE
     )
     """Layers with this mixer: N for all but every N-th, which keeps attention, or 1 or 0 for each
     layer. None is all layers."""
@@ -72,22 +64,22 @@ class LinearAttentionConfig:
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
     Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
     stages, / precedes the layers that predict a later token: "M-M*-|M-M*-/*E/*E"."""
-    linear_conv_kernel_dim: int = flag(4, part_of=_MIXER)
+    linear_conv_kernel_dim: int = flag(4, part_of=_MIXER, within=POSITIVE)
     """Taps of the causal convolution before the recurrence."""
-    linear_key_head_dim: int = flag(128, part_of=_MIXER)
+    linear_key_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of a query and key head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_value_head_dim: int = flag(128, part_of=_MIXER)
+    linear_value_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of a value head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_key_heads: int = flag(16, part_of=_MIXER)
+    linear_num_key_heads: int = flag(16, part_of=_MIXER, within=POSITIVE)
     """Query and key heads of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_value_heads: int = flag(32, part_of=_MIXER)
+    linear_num_value_heads: int = flag(32, part_of=_MIXER, within=POSITIVE)
     """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
     number of value heads."""
-    mamba_state_dim: int = flag(128, part_of=_MIXER)
+    mamba_state_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of the state of Mamba-2."""
-    mamba_head_dim: int = flag(64, part_of=_MIXER)
+    mamba_head_dim: int = flag(64, part_of=_MIXER, within=POSITIVE)
     """Width of a head of Mamba-2."""
-    mamba_num_groups: int = flag(8, part_of=_MIXER)
+    mamba_num_groups: int = flag(8, part_of=_MIXER, within=POSITIVE)
     """Groups of heads of Mamba-2; the heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, part_of=_MIXER)
     """Heads of Mamba-2; None: 2 * hidden_size / mamba_head_dim."""
@@ -138,7 +130,9 @@ def _split_problems(
 ) -> Iterator[MegatronError]:
     """Yield the problems of splitting blocks that heads share: ranks own whole blocks."""
     flags = ["--" + each.replace("_", "-") for each in (name, name_of_heads)]
-    if heads % blocks:
+    if blocks < 1:
+        return  # reported already
+    if heads < 1 or heads % blocks:
         yield ConfigError(
             f"{name_of_heads}={heads} cannot share {name}={blocks}.",
             rule="each serves a whole number of heads",
@@ -163,18 +157,7 @@ def linear_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if problems:
         yield from problems
         return
-    mixers = {kind.mixer for kind in config.kinds_of_layers([False] * num_layers)} & set(_SIZES)
-    names = sorted({name for mixer in mixers for name in _SIZES[mixer]})
-    missing = [name for name in names if getattr(config, name) < 1]
-    for name in missing:
-        yield ConfigError(
-            f"{name}={getattr(config, name)}.",
-            rule="it is a positive number",
-            flags=["--" + name.replace("_", "-")],
-            fix=f"use --{name.replace('_', '-')} 4",
-        )
-    if missing:
-        return
+    mixers = {kind.mixer for kind in config.kinds_of_layers([False] * num_layers)}
     if mixers & {GATED_DELTA_NET, KIMI}:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         yield from _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
@@ -210,24 +193,10 @@ def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterato
                 fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
             )
         return
-    if variant not in MIXER_OF_VARIANT:
-        yield ConfigError(
-            f"experimental_attention_variant={variant!r} is unknown.",
-            rule=f"known variants are {', '.join(MIXER_OF_VARIANT)}",
-            flags=["--experimental-attention-variant"],
-            fix=_NOT_HERE,
-        )
     if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
         yield ConfigError(
             f"linear_attention_freq gives {len(freq)} layers for a model of {num_layers}.",
             rule="the pattern is one 0 or 1 per layer",
             flags=["--linear-attention-freq", "--num-layers"],
             fix="use a number N, or a list expression of the right length",
-        )
-    if isinstance(freq, int) and freq < 1:
-        yield ConfigError(
-            f"linear_attention_freq={freq}.",
-            rule="it is a positive number",
-            flags=["--linear-attention-freq"],
-            fix="use --linear-attention-freq 4",
         )

@@ -1,8 +1,8 @@
-"""Number formats, fused kernels, recomputation and captured graphs."""
+"""Number formats, fused kernels, recomputed and offloaded activations, and captured graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,7 +40,7 @@ class PrecisionConfig:
     itself (tensorwise), or in blocks of 128 (blockwise) or 32 elements (mxfp8)."""
     fp8_margin: int = flag(0, part_of="fp8")
     """Delayed scaling: spare powers of two above the largest magnitude of earlier steps."""
-    fp8_amax_history_len: int = flag(1, part_of="fp8")
+    fp8_amax_history_len: int = flag(1, part_of="fp8", within=POSITIVE)
     """Delayed scaling: number of steps in the amax history."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), part_of="fp8")
     """Delayed scaling: use the most recent or the largest amax of the history."""
@@ -59,9 +60,11 @@ class PrecisionConfig:
     """Scaling of FP4 operands."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in the dtype of the model."""
-    num_layers_at_start_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
+    num_layers_at_start_in_bf16: int = flag(
+        1, part_of="first_last_layers_bf16", within=NOT_NEGATIVE
+    )
     """Number of first layers."""
-    num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
+    num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16", within=NOT_NEGATIVE)
     """Number of last layers."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Forbid bf16 accumulation inside GEMMs on hardware that offers it."""
@@ -112,21 +115,6 @@ def precision_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--mlp-chunks-for-training", "--fp8-format", "--fp4-format"],
             fix="drop --mlp-chunks-for-training",
         )
-    counts = {
-        "fp8_amax_history_len": (config.fp8_amax_history_len, 1),
-        "num_layers_at_start_in_bf16": (config.num_layers_at_start_in_bf16, 0),
-        "num_layers_at_end_in_bf16": (config.num_layers_at_end_in_bf16, 0),
-    }
-    yield from [
-        ConfigError(
-            f"{name}={count}.",
-            rule=f"it is at least {least}",
-            flags=["--" + name.replace("_", "-")],
-            fix=f"use {least}",
-        )
-        for name, (count, least) in counts.items()
-        if count < least
-    ]
 
 
 RECOMPUTE_MODULES = (
@@ -152,7 +140,7 @@ class RecomputeConfig:
     (--apply-residual-connection-post-layernorm)."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
-    mlp_chunks_for_training: int = 1
+    mlp_chunks_for_training: int = flag(1, within=POSITIVE)
     """Number of token chunks of the MLP. Chunks are computed one after the other and recomputed in
     backward, so only one chunk's wide activations exist at a time (tiled MLP: arXiv 2506.13996,
     section 3.1)."""
@@ -169,13 +157,6 @@ def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     has_latents = config.multi_latent_attention
     overlaps_shared_expert = config.moe_shared_expert_overlap
     granularity, method = config.recompute_granularity, config.recompute_method
-    if granularity not in (None, "full", "selective"):
-        yield ConfigError(
-            f"recompute_granularity={granularity!r} is unknown.",
-            rule="it is full or selective",
-            flags=["--recompute-granularity"],
-            fix="use --recompute-granularity selective",
-        )
     if granularity == "full" and (
         method not in ("uniform", "block") or not config.recompute_num_layers
     ):
@@ -192,13 +173,6 @@ def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             rule="a method belongs to full recomputation",
             flags=["--recompute-method", "--recompute-granularity"],
             fix="use --recompute-granularity full or drop --recompute-method",
-        )
-    if config.mlp_chunks_for_training < 1:
-        yield ConfigError(
-            f"mlp_chunks_for_training={config.mlp_chunks_for_training}.",
-            rule="it is a positive number",
-            flags=["--mlp-chunks-for-training"],
-            fix="use --mlp-chunks-for-training 1",
         )
     unknown = set(config.recompute_modules or []) - set(RECOMPUTE_MODULES)
     if unknown:
@@ -237,6 +211,83 @@ def derive_recompute(config: RecomputeConfig) -> None:
         config.recompute_modules = ["core_attn"]
 
 
+OFFLOAD_MODULES = (
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
+)  # fmt: skip
+"""Parts of a layer whose saved activations can be offloaded."""
+DROPPED_BY = {
+    "core_attn": ("core_attn", "mla_up_proj"),
+    "qkv_linear": ("layernorm",),
+    "moe_act": ("moe_act", "moe"),
+    "expert_fc1": ("moe",),
+}
+"""Part of a layer -> recomputed parts whose recomputation frees all its saved activations."""
+
+
+@dataclass
+class ActivationOffloadConfig:
+    """Activations that are copied to host memory after forward and back before backward."""
+
+    fine_grained_activation_offloading: bool = False
+    """Keep the saved activations of --offload-modules in host memory until backward needs them;
+    copies overlap with computation."""
+    offload_modules: list[str] | None = flag(
+        None, nargs="+", cli_default=[], part_of="fine_grained_activation_offloading"
+    )
+    """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act. Recomputed
+    activations are not saved, so they are not offloaded."""
+    min_offloaded_tensor_size: int = flag(
+        1024 * 1024,
+        part_of=("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
+    )
+    """Smallest number of elements of an offloaded tensor; smaller tensors stay on the device."""
+    cpu_offloading_num_layers: int = 0
+    """Number of layers at the start of each chunk whose activations are all offloaded. No effect
+    with --overlap-moe-expert-parallel-comm, where layers of two micro batches alternate."""
+
+    @property
+    def modules_to_offload(self) -> Collection[str]:
+        """The parts of layers to offload; empty without fine-grained offloading."""
+        return (self.offload_modules or []) if self.fine_grained_activation_offloading else []
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether any activations are offloaded."""
+        return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
+
+
+def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of these settings."""
+    granularity = config.recompute_granularity
+    recomputed = config.recompute_modules or ()
+    modules = config.modules_to_offload
+    unknown = set(modules) - set(OFFLOAD_MODULES)
+    if config.fine_grained_activation_offloading and (not modules or unknown):
+        yield ConfigError(
+            f"fine_grained_activation_offloading with offload_modules={modules}.",
+            rule=f"offload_modules names parts of a layer: {', '.join(OFFLOAD_MODULES)}",
+            flags=["--fine-grained-activation-offloading", "--offload-modules"],
+            fix="use --offload-modules core_attn attn_proj",
+        )
+    if config.fine_grained_activation_offloading and config.cpu_offloading_num_layers:
+        yield ConfigError(
+            "fine_grained_activation_offloading with"
+            f" cpu_offloading_num_layers={config.cpu_offloading_num_layers}.",
+            rule="either whole layers are offloaded, or parts of all layers",
+            flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
+            fix="drop one of the two",
+        )
+    dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)
+    if config.cpu_offloading_num_layers and granularity == "selective" and dropped:
+        yield ConfigError(
+            f"cpu_offloading_num_layers={config.cpu_offloading_num_layers} with recomputation"
+            f" of {', '.join(sorted(dropped))}.",
+            rule="outputs that are dropped after use cannot be copied",
+            flags=["--cpu-offloading-num-layers", "--recompute-modules"],
+            fix="use --fine-grained-activation-offloading for the other parts",
+        )
+
+
 _ON_CPUS = "there are no graphs on CPUs, and steps run eagerly"
 
 
@@ -254,7 +305,7 @@ class GraphConfig:
     local, or transformer_engine with the same effect. The log names layers that cannot use it."""
     enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
     """Megatron's earlier name of cuda-graph-impl local."""
-    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
+    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl", within=NOT_NEGATIVE)
     """Passes of a layer before each capture. 0 still makes one, which initialises libraries."""
 
     @property
@@ -265,13 +316,6 @@ class GraphConfig:
 
 def graph_problems(config: GraphConfig) -> Iterator[MegatronError]:
     """Yield the problems of these settings."""
-    if config.cuda_graph_warmup_steps < 0:
-        yield ConfigError(
-            f"cuda_graph_warmup_steps={config.cuda_graph_warmup_steps}.",
-            rule="a number of passes is not negative",
-            flags=["--cuda-graph-warmup-steps"],
-            fix="use --cuda-graph-warmup-steps 3",
-        )
     here = device.device_type()
     if config.captures_layers and here != "cpu" and not device.records_graphs():
         yield ConfigError(

@@ -17,6 +17,7 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.parameters.initialization import init_method_normal, scaled_init_method_normal
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.transformer.config.field_values import POSITIVE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
 class ShapeConfig:
     """Number of layers, width, heads, vocabulary."""
 
-    num_layers: int = flag(0, cli_default=None)
+    num_layers: int = flag(0, cli_default=None, within=POSITIVE)
     """Number of transformer layers of the whole model. In an encoder-decoder model a value up to
     --encoder-num-layers is the encoder's number, and the decoder's layers are added to it."""
     encoder_num_layers: int | None = None
     """Number of these layers that belong to the encoder of an encoder-decoder model; None: the
     model is one stack. For a model of one stack the flag is another spelling of --num-layers."""
-    hidden_size: int = flag(0, cli_default=None)
+    hidden_size: int = flag(0, cli_default=None, within=POSITIVE)
     """Width of the residual stream."""
-    num_attention_heads: int = flag(0, cli_default=None)
+    num_attention_heads: int = flag(0, cli_default=None, within=POSITIVE)
     """Query heads."""
     num_query_groups: int | None = flag(None, cli_default=1)
     """Key/value heads; each serves num_attention_heads / num_query_groups query heads (GQA, arXiv
     2305.13245). None means one per query head."""
     ffn_hidden_size: int | None = None
     """Width of the MLP. Default 4 * hidden-size, or 2/3 of it rounded down to 64 with --swiglu."""
-    kv_channels: int | None = None
+    kv_channels: int | None = flag(None, within=POSITIVE)
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
     unpadded_vocab_size: int | None = no_flag(None, is_arg=True)
     """Number of real token ids. Further rows pad the vocabulary to a size that splits evenly; the
@@ -50,17 +51,8 @@ class ShapeConfig:
 
 def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
     """Yield the problems of the sizes by themselves."""
-    sizes = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [name for name in sizes if getattr(config, name) < 1]
-    for name in missing:
-        yield ConfigError(
-            f"{name}={getattr(config, name)}.",
-            rule="it is a positive number",
-            flags=["--" + name.replace("_", "-")],
-            fix=f"set --{name.replace('_', '-')}",
-        )
-    if missing:
-        return
+    if min(config.num_layers, config.hidden_size, config.num_attention_heads) < 1:
+        return  # reported already
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None:
         yield ConfigError(
@@ -68,13 +60,6 @@ def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
             rule="without --kv-channels a head is hidden_size / num_attention_heads wide",
             flags=["--hidden-size", "--num-attention-heads", "--kv-channels"],
             fix=f"use --hidden-size {-(-config.hidden_size // heads) * heads}",
-        )
-    elif config.kv_channels < 1:
-        yield ConfigError(
-            f"kv_channels={config.kv_channels}.",
-            rule="it is a positive number",
-            flags=["--kv-channels"],
-            fix="drop --kv-channels",
         )
     if groups is None or groups < 1 or heads % groups:
         near = min(max(groups or 1, 1), heads)
@@ -141,17 +126,17 @@ class MaximalUpdateConfig:
     use_mup: bool = False
     """Scale initial values, learning rates, attention and logits with the width, so that the best
     learning rate of a narrow model is also best for a wide one (muP, arXiv 2203.03466)."""
-    mup_base_hidden_size: int | None = flag(None, part_of="use_mup")
+    mup_base_hidden_size: int | None = flag(None, part_of="use_mup", within=POSITIVE)
     """Width at which hyperparameters were tuned; the width multiplier is hidden-size / this."""
-    mup_width_mult: float = flag(1.0, part_of="use_mup")
+    mup_width_mult: float = flag(1.0, part_of="use_mup", within=POSITIVE)
     """Width multiplier where --mup-base-hidden-size is not given."""
-    mup_base_head_dim: float | None = flag(None, part_of="use_mup")
+    mup_base_head_dim: float | None = flag(None, part_of="use_mup", within=POSITIVE)
     """Width of a head for which attention has its usual scale, 1 / sqrt(width). None is 1."""
-    mup_attn_scale_power: float = flag(1.0, part_of="use_mup")
+    mup_attn_scale_power: float = flag(1.0, part_of="use_mup", within=POSITIVE)
     """Power of the head's width that divides attention scores."""
-    mup_embedding_mult: float = flag(1.0, part_of="use_mup")
+    mup_embedding_mult: float = flag(1.0, part_of="use_mup", within=POSITIVE)
     """Factor on the word embeddings."""
-    mup_output_mult: float = flag(1.0, part_of="use_mup")
+    mup_output_mult: float = flag(1.0, part_of="use_mup", within=POSITIVE)
     """Factor on the logits, which are divided by the width multiplier."""
 
     @property
@@ -176,29 +161,6 @@ class MaximalUpdateConfig:
         power = self.mup_attn_scale_power
         # Equal to the usual scale where the head is as wide as the base's.
         return (self.mup_base_head_dim or 1.0) ** (power - 0.5) * float(head_width) ** -power
-
-
-def maximal_update_problems(config: MaximalUpdateConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if not config.use_mup:
-        return
-    for name in (
-        "mup_base_hidden_size",
-        "mup_width_mult",
-        "mup_base_head_dim",
-        "mup_attn_scale_power",
-        "mup_embedding_mult",
-        "mup_output_mult",
-    ):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            spelling = "--" + name.replace("_", "-")
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number",
-                flags=[spelling],
-                fix=f"leave {spelling} out",
-            )
 
 
 def derive_maximal_update(config: TransformerConfig) -> None:

@@ -12,6 +12,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout, virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -147,10 +148,10 @@ def overlap_f_b_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 class PredictionConfig:
     """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
 
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = flag(None, within=NOT_NEGATIVE)
     """Number of further tokens to predict, each by one more layer, or by the layers after / in
     --hybrid-layer-pattern. None or 0 predicts only the next token."""
-    mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
+    mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers", within=NOT_NEGATIVE)
     """Weight of the mean of their losses, relative to the loss of the next token."""
 
     mtp_use_repeated_layer: bool = flag(False, part_of="mtp_num_layers")
@@ -161,15 +162,3 @@ class PredictionConfig:
         """Number of built layers that predict later tokens: one if the layer is repeated."""
         depths = self.mtp_num_layers or 0
         return min(depths, 1) if self.mtp_use_repeated_layer else depths
-
-
-def prediction_problems(config: PredictionConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if (config.mtp_num_layers or 0) < 0 or config.mtp_loss_scaling_factor < 0:
-        yield ConfigError(
-            f"mtp_num_layers={config.mtp_num_layers} with"
-            f" mtp_loss_scaling_factor={config.mtp_loss_scaling_factor}.",
-            rule="neither is negative",
-            flags=["--mtp-num-layers", "--mtp-loss-scaling-factor"],
-            fix="use --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1",
-        )

@@ -143,7 +143,7 @@ class _FusedDispatcher(TokenDispatcher):
         local_expert_indices: Sequence[int],
         groups: ProcessGroupCollection,
     ) -> None:
-        super().__init__(num_local_experts, local_expert_indices, groups)
+        super().__init__(config, num_local_experts, local_expert_indices, groups)
         assert groups.layout is not None
         self.num_choices = config.moe_router_topk
         self.num_sms = config.exchange_num_sms
@@ -364,19 +364,9 @@ MakeDispatcher = Callable[
 ]
 
 
-def _without_config(
-    kind: Callable[..., TokenDispatcher],
-    _config: TransformerConfig,
-    num_local_experts: int,
-    local_expert_indices: Sequence[int],
-    groups: ProcessGroupCollection,
-) -> TokenDispatcher:
-    return kind(num_local_experts, local_expert_indices, groups)
-
-
 _ALL_TO_ALL: Kernel[MakeDispatcher] = Kernel(
     "all-to-all",
-    partial(_without_config, MoEAlltoAllTokenDispatcher),
+    MoEAlltoAllTokenDispatcher,
     frozenset({DEEP_EP, HYBRID_EP, NCCL_EP, KNOWN_SIZES}),
 )
 _BF16 = frozenset({"bfloat16"})
@@ -401,8 +391,8 @@ EXCHANGE: KernelTable[MakeDispatcher] = KernelTable(
 """Dispatchers that `--moe-token-dispatcher-type flex` chooses from."""
 
 _BY_NAME: dict[str, MakeDispatcher] = {
-    "allgather": partial(_without_config, MoEAllGatherTokenDispatcher),
-    "alltoall": partial(_without_config, MoEAlltoAllTokenDispatcher),
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
 }
 
 

@@ -34,8 +34,9 @@ from megatron.core.parameters.param_meta import (
     has_main_grad,
 )
 from megatron.core.step_context import deferred_wgrad
+from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
-from megatron.core.topology.group import Group
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -127,11 +128,12 @@ def grouped_linear(
     """
     if quantized:
         experts = zip(split_rows(x, tokens_per_expert), weights, quantized, strict=True)
-        records = torch.is_grad_enabled()
-        return join_rows(
-            [_LowPrecisionLinear.apply(*expert, fuses_main_grad, records) for expert in experts],
-            x.shape[0],
-        )
+        spec = partial(LinearCommSpec, SINGLE_RANK, fuses_main_grad=fuses_main_grad)
+        out = [
+            parallel_linear(rows, weight, None, spec(quantized=of_weight))
+            for rows, weight, of_weight in experts
+        ]
+        return join_rows(out, x.shape[0])
     if torch.is_autocast_enabled(x.device.type):
         pieces = zip(split_rows(x, tokens_per_expert), weights, strict=True)
         return join_rows([F.linear(rows, weight) for rows, weight in pieces], x.shape[0])
@@ -182,35 +184,6 @@ def _weight_products(
         return [partial(lambda i, weight: _place(weight, of_all()[i], fuses), i) for i in trained]
     pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
     return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
-
-
-class _LowPrecisionLinear(torch.autograd.Function):
-    """The map of one expert."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedLinear, fuses: bool, records: bool
-    ) -> Tensor:
-        ctx.quantized, ctx.fuses, ctx.weight = quantized, fuses, weight
-        ctx.context = quantized.context(x, None, records)
-        ctx.save_for_backward(x, weight)
-        return quantized.forward(x, weight, ctx.context)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.quantized.input_gradient(grad, weight, ctx.context)
-        if ctx.needs_input_grad[1]:
-            quantized, context, fuses = ctx.quantized, ctx.context, ctx.fuses
-
-            def product(weight: Tensor) -> Tensor | None:
-                return _place(weight, quantized.weight_gradient(grad, x, context), fuses)
-
-            if not deferred_wgrad.defer_wgrad(partial(_add_weight_gradient, ctx.weight, product)):
-                grad_weight = product(ctx.weight)
-        return grad_x, grad_weight, None, None, None
 
 
 def _place(weight: Tensor, total: Tensor, fuses: bool) -> Tensor | None:

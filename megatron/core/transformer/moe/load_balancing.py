@@ -33,6 +33,9 @@ AUX_LOSS_NAMES = {
     "z_loss": "z_loss",
 }
 """Method -> name in logs."""
+ASSIGNMENTS, DROPPED, NOT_FINITE = "assignments", "dropped", "not finite"
+"""Sums of a step in addition to the balance losses: choices of each expert [e], choices that did
+not fit [], and micro batches with logits that are not finite []."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,8 @@ def z_loss(logits: Tensor, weights: Tensor) -> Tensor:
 class ExpertLoad:
     """The counts of one router: of the running step on this rank, and of the last step.
 
-    `count`, `add_dropped` and `add_loss` collect the choices of each expert, the choices beyond an
-    expert's capacity and this rank's parts of the balance losses. `finish_step` takes their sums
-    over all ranks:
+    `count` and `add` collect the choices of each expert, the choices beyond an expert's capacity
+    and this rank's parts of the balance losses. `finish_step` takes their sums over all ranks:
 
     Attributes:
         step_assignments: int64 [e], number of choices of each expert in the last step.
@@ -109,10 +111,7 @@ class ExpertLoad:
         self.layer_number = layer_number
         self.step_assignments: Tensor | None = None
         self._step = _StepFigures(lambda: [0.0, 0.0, 0.0], ())
-        self._bad_batches: Tensor | None = None
-        self._assignments: Tensor | None = None
-        self._dropped: Tensor | None = None
-        self._losses: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         self.num_microbatches = 0.0
 
     @property
@@ -145,24 +144,16 @@ class ExpertLoad:
         Args:
             share: this rank's share of the micro batches whose tokens it routes.
         """
-        is_bad = is_finite.logical_not()
-        self._bad_batches = is_bad if self._bad_batches is None else self._bad_batches + is_bad
-        assignments = routing_map.sum(0)
-        self._assignments = (
-            assignments if self._assignments is None else self._assignments + assignments
-        )
+        self.add(NOT_FINITE, is_finite.logical_not())
+        self.add(ASSIGNMENTS, routing_map.sum(0))
         if dropped is not None:
-            self._dropped = dropped if self._dropped is None else self._dropped + dropped
+            self.add(DROPPED, dropped)
         self.num_microbatches += share
 
-    def add_dropped(self, number: Tensor) -> None:
-        """Add the number [] of choices of one micro batch that did not fit in an exchange."""
-        self._dropped = number if self._dropped is None else self._dropped + number
-
-    def add_loss(self, name: str, value: Tensor) -> None:
-        """Add this rank's part of a balance loss of one micro batch."""
+    def add(self, name: str, value: Tensor) -> None:
+        """Add this rank's part of a balance loss of one micro batch, or of one of the counts."""
         value = value.detach()
-        self._losses[name] = self._losses[name] + value if name in self._losses else value
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def packed(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return the counts of the running step as one fp64 vector, and reset them.
@@ -170,15 +161,12 @@ class ExpertLoad:
         fp64 represents counts exactly up to 2^53.
         """
         zero = torch.zeros((), device=device)
-        assignments = (
-            self._assignments if self._assignments is not None else zero.expand(self.num_experts)
-        )
-        dropped = self._dropped if self._dropped is not None else zero
-        losses = [self._losses.get(name, zero) for name in names]
-        bad = self._bad_batches if self._bad_batches is not None else zero
+        assignments = self._sums.get(ASSIGNMENTS, zero.expand(self.num_experts))
         count = torch.full((), self.num_microbatches, dtype=torch.float64, device=device)
-        self._assignments, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0.0
-        self._bad_batches = None
+        dropped, bad, *losses = (
+            self._sums.get(name, zero) for name in (DROPPED, NOT_FINITE, *names)
+        )
+        self._sums, self.num_microbatches = {}, 0.0
         rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
         return torch.cat([assignments.double(), rest])
 

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.random import checkpoint, is_recomputing
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import build_dispatcher
-from megatron.core.transformer.moe.load_balancing import TokenGroups
+from megatron.core.transformer.moe.load_balancing import DROPPED, TokenGroups
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -222,7 +222,7 @@ class MoELayer(MegatronModule):
         capacity = self._exchange_capacity(x, bool(options))
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen, capacity)
         if sent.num_dropped is not None and not is_recomputing():
-            self.router.load.add_dropped(sent.num_dropped)
+            self.router.load.add(DROPPED, sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, bool(options)))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)

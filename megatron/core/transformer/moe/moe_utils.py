@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.step_context.aux_loss import attach_aux_loss, set_aux_loss_scale
-from megatron.core.step_context.context import AuxLossScale
+from megatron.core.step_context.context import AuxLossScale, attach_aux_loss, current_step
 
 
 class MoEAuxLossAutoScaler:
-    """Attach a loss to a tensor, so that both are differentiated; see `core.aux_loss`."""
+    """Attach a loss to a tensor, so that both are differentiated; see `attach_aux_loss`."""
 
     @staticmethod
     def apply(output: Tensor, aux_loss: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ class MoEAuxLossAutoScaler:
     @staticmethod
     def set_loss_scale(scale: Tensor | float) -> None:
         """Set the gradient of attached losses. Schedules call this before each micro batch."""
-        set_aux_loss_scale(AuxLossScale(float(torch.as_tensor(scale))))
+        current_step().aux_loss_scale = AuxLossScale(float(torch.as_tensor(scale)))
 
 
 def get_default_pg_collection() -> ProcessGroupCollection:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core.parameters.keyed_draws import keyed_uniform
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.step_context.aux_loss import attach_aux_loss
+from megatron.core.step_context.context import attach_aux_loss
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
@@ -314,7 +314,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
-                self.load.add_loss(name, part)
+                self.load.add(name, part)
             probs = attach_aux_loss(probs, coefficient * part, num_tokens)
         return probs
 

@@ -26,6 +26,7 @@ from megatron.core.kernels.row_counts import RowCounts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
 OverlapFn = Callable[[], None] | None
@@ -82,11 +83,12 @@ class TokenDispatcher:
 
     def __init__(
         self,
+        config: TransformerConfig,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
         groups: ProcessGroupCollection,
     ) -> None:
-        self.num_local_experts = num_local_experts
+        self.config, self.num_local_experts = config, num_local_experts
         self.local_expert_indices = list(local_expert_indices)
         self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
 

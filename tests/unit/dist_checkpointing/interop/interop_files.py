@@ -74,14 +74,9 @@ def write_torch_dist(directory: Path, *, with_optimizer: bool = True) -> Path:
         state |= {f"optimizer.state.param.{n}": t for n, t in stacked(weights()).items()}
         for kind, tensors in moments().items():
             state |= {f"optimizer.state.{kind}.{n}": t for n, t in stacked(tensors).items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(state, storage_writer=FileSystemWriter(place), no_dist=True)
     group = {"lr": 1e-3, "wd_mult": 1.0, "step": float(STEP)}
-    common = {"args": args(), "checkpoint_version": 3.0, "iteration": ITERATION,
-              "optimizer": {"optimizer": {"param_groups": [group]}}}  # fmt: skip
-    torch.save(common, place / "common.pt")
-    (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    optimizer = {"optimizer": {"param_groups": [group]}}
+    _write_distributed(place, state, args=args(), checkpoint_version=3.0, optimizer=optimizer)
     (directory / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return place
 
@@ -102,16 +97,19 @@ def write_by_buffer(directory: Path, *, tp: int = 1, pp: int = 1, is_te: bool = 
                     row.append(torch.cat([flat, torch.zeros(-len(flat) % 64)]))
                 key = f"optimizer.distributed.dp_group_idx_{i}.gbuf_idx_0.dtype_x"
                 state[f"{key}.bucket_idx_{bucket}.{kind}"] = torch.cat(row)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(state, storage_writer=FileSystemWriter(place), no_dist=True)
     run = args()
     run.tensor_model_parallel_size, run.pipeline_model_parallel_size = tp, pp
     group = {"lr": 1e-3, "step": STEP}
-    common = {"args": run, "iteration": ITERATION, "optimizer": {"param_groups": [group]}}
-    torch.save(common, place / "common.pt")
-    (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    _write_distributed(place, state, args=run, optimizer={"param_groups": [group]})
     return place
+
+
+def _write_distributed(place: Path, state: dict[str, Any], **common: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, storage_writer=FileSystemWriter(place), no_dist=True)
+    torch.save({"iteration": ITERATION, **common}, place / "common.pt")
+    (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
 
 
 def shard(name: str, tensor: Tensor, rank: int, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.interop.pickles import UnsafePickleError, load_pickle
-from tests.unit.dist_checkpointing.interop.payloads import Runs, amplifiers, bombs, calls, short
+from tests.unit.dist_checkpointing.interop.payloads import Runs, amplifiers, bombs, calls
 
 PLAIN = {
     "numbers": [0, -1, 255, 65536, 1 << 40, -(1 << 62), 0.5, float("inf")],
@@ -93,15 +93,6 @@ def test_a_tuple_that_the_memo_shares_costs_no_more_than_its_length(kind: str) -
     data = amplifiers()[kind].replace(b"2\x86", b"q\x63h\x63\x86")
     with pytest.raises(DamagedCheckpointError, match=r"the\.file"):
         load_pickle(data, what="the.file")
-
-
-def test_a_key_is_what_it_was_when_it_was_hashed() -> None:
-    # The state of the record is reached again through the memo, and changed behind its back.
-    data = b"\x80\x04}\x94" + short("megatron") + short("X") + b"\x93)R}\x94bNsh\x01"
-    data += short("more") + b"K\x01s\x86."
-    found, _ = load_pickle(data, what="test")
-    assert list(found.values()) == [None]
-    assert next(iter(found)) in found
 
 
 def test_a_huge_memo_index_costs_one_entry() -> None:

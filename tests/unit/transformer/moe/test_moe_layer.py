@@ -13,8 +13,7 @@ from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, torch_group
 from megatron.core.kernels.registry import Kernel
 from megatron.core.parameters.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.step_context.aux_loss import set_aux_loss_scale
-from megatron.core.step_context.context import AuxLossScale
+from megatron.core.step_context.context import AuxLossScale, within_step
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_router_step
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -143,12 +142,11 @@ def test_padding_visits_no_expert_and_changes_no_other_token():
 def test_side_losses_are_weighted_like_the_micro_batch_and_leave_the_output_alone():
     grads = {}
     for factor in (1.0, 0.25):
-        set_aux_loss_scale(AuxLossScale(factor))
-        moe = layer(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
-        out = moe(tokens())[0]
-        (out * 0).sum().backward()
-        grads[factor] = moe.router.weight.grad
-    set_aux_loss_scale(AuxLossScale())
+        with within_step(aux_loss_scale=AuxLossScale(factor)):
+            moe = layer(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
+            out = moe(tokens())[0]
+            (out * 0).sum().backward()
+            grads[factor] = moe.router.weight.grad
     assert grads[1.0].abs().max() > 0
     assert_close(grads[0.25], grads[1.0] / 4, FP32_REORDERED_SUM, "moe")
 

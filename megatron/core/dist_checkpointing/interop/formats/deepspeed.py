@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_flat_range, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import (
     CheckpointFormat,
     ContentsBuilder,
@@ -40,13 +39,12 @@ from megatron.core.dist_checkpointing.interop.rank_state import (
     split_of,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import (
-    MAX_DIMS,
     StoredView,
     ViewReader,
     contiguous_stride,
+    sizes_of,
 )
-from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
-from megatron.core.foundation.errors import shown
+from megatron.core.dist_checkpointing.interop.torch_file import read_torch_dict
 
 _MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
 _MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
@@ -210,42 +208,21 @@ def _add_ranges(
 ) -> None:
     """Add one kind of state of every parameter, from the ranges of all tensor-parallel ranks."""
     for name, shape in parts[0].all_shapes.items():
-        if any(name not in part.ranges[kind] for part in parts):
-            continue
         key = names.keys.get(name)
-        if key is None:
+        if key is None or any(name not in part.ranges[kind] for part in parts):
             continue
-        split = split_of(key, is_gated=names.is_gated)
-        if split is None and len(parts) > 1:
+        split = split_of(key, is_gated=names.is_gated, size=len(parts))
+        if split is None:
             continue
-        dim = None if split is None or len(parts) == 1 else split.dim
-        full = tuple(n * len(parts) if d == dim else n for d, n in enumerate(shape))
-        blocks = 2 if split is not None and split.is_gated and dim is not None else 1
         stored = key if is_weight else f"optimizer.state.{kind}.{key}"
-        builder.declare(stored, parts[0].ranges[kind][name][0].source.dtype, full)
-        for rank, part in enumerate(parts if dim is not None else parts[:1]):
+        dtype = parts[0].ranges[kind][name][0].source.dtype
+        builder.declare(stored, dtype, split.full_shape(shape, len(parts)))
+        for rank, part in enumerate(parts if split.dim is not None else parts[:1]):
             for piece in part.ranges[kind][name]:
-                _add_piece(builder, stored, shape, dim, (rank, len(parts), blocks), piece)
-
-
-def _add_piece(
-    builder: ContentsBuilder,
-    key: str,
-    shape: tuple[int, ...],
-    dim: int | None,
-    split: tuple[int, int, int],
-    piece: _Range,
-) -> None:
-    """Add a flat range of one rank's shard as boxes of the full tensor."""
-    rank, size, blocks = split
-    bounds = piece.first, piece.first + piece.count
-    if dim is None:
-        boxes = [(box, box[0]) for box in boxes_of_flat_range(shape, *bounds)]
-    else:
-        boxes = boxes_of_shard(shape, dim, rank=rank, size=size, stride=blocks, flat_range=bounds)
-    full = piece.source.unflattened(shape, -piece.first)
-    for box, offset in boxes:
-        builder.add(key, offset, full.narrow(box))
+                full = piece.source.unflattened(shape, -piece.first)
+                bounds = piece.first, piece.first + piece.count
+                for box, offset in split.boxes(shape, rank, len(parts), bounds):
+                    builder.add(stored, offset, full.narrow(box))
 
 
 def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> list[_Range]:
@@ -297,14 +274,7 @@ def _item(values: Any, index: int) -> Any:
 
 def _groups_of_shapes(value: Any) -> list[dict[str, tuple[int, ...]]]:
     groups = value if isinstance(value, list) else [value] if isinstance(value, dict) else []
-    return [{str(n): _shape(s) for n, s in group.items()} for group in groups]
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    is_row = isinstance(value, (list, tuple)) and len(value) <= MAX_DIMS
-    if not is_row or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        raise DamagedCheckpointError(f"{shown(value)} in param_shapes is not a shape.")
-    return tuple(value)
+    return [{str(n): sizes_of(s) for n, s in group.items()} for group in groups]
 
 
 def _read(
@@ -315,21 +285,14 @@ def _read(
     shards: dict[int, dict[int, dict[str, Any]]] = {}
     for name in names:
         if match := _MODEL.fullmatch(name):
-            models[int(match[1])] = _dict_in(directory / name)
+            models[int(match[1])] = read_torch_dict(directory / name)
         elif (match := _MODEL_PART.fullmatch(name)) and int(match[1]) == 0:
-            models.setdefault(int(match[2]), _dict_in(directory / name))
+            models.setdefault(int(match[2]), read_torch_dict(directory / name))
         elif match := _OPTIMIZER.fullmatch(name):
-            shards.setdefault(int(match[2]), {})[int(match[1])] = _dict_in(directory / name)
+            shards.setdefault(int(match[2]), {})[int(match[1])] = read_torch_dict(directory / name)
     if sorted(models) != list(range(len(models))) or (shards and sorted(shards) != sorted(models)):
         _damaged(directory, "the file of a tensor-parallel rank is missing")
     return models, shards
-
-
-def _dict_in(path: Path) -> dict[str, Any]:
-    value = read_torch_file(path)
-    if not isinstance(value, dict):
-        raise DamagedCheckpointError(f"{path} does not hold a dict of states.")
-    return value
 
 
 def _number(value: Any, default: float) -> float:

@@ -30,10 +30,10 @@ from megatron.core.dist_checkpointing.interop.rank_state import (
     common_values,
     describe_layout,
     flatten,
-    learn_from_optimizer,
+    steps_in,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
-from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
+from megatron.core.dist_checkpointing.interop.torch_file import read_torch_dict
 
 FILE_NAME = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?(?:_(\d{3}))?", re.ASCII)
@@ -91,11 +91,7 @@ def _read_ranks(directory: Path) -> dict[tuple[int, int], dict[str, Any]]:
             raise not_readable(
                 directory, "it has experts in files of their own", "convert it to torch_dist there"
             )
-        path = directory / name / FILE_NAME
-        value = read_torch_file(path)
-        if not isinstance(value, dict):
-            raise DamagedCheckpointError(f"{path} does not hold a dict of states.")
-        files[int(match[2] or 0), int(match[1])] = value
+        files[int(match[2] or 0), int(match[1])] = read_torch_dict(directory / name / FILE_NAME)
     return files
 
 
@@ -144,7 +140,7 @@ def _add_optimizer(
                     prefix=f"optimizer.state.{kind}.",
                     where=directory,
                 )
-    learn_from_optimizer(builder, files[0, 0]["optimizer"])
+    builder.optimizer_step = steps_in(files[0, 0]["optimizer"])
 
 
 def _moments(

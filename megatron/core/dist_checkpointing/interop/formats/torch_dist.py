@@ -22,7 +22,7 @@ import torch
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
+    open_local,
     read_inside,
 )
 from megatron.core.dist_checkpointing.interop.buffer_state import KEY as BUFFER_KEY
@@ -39,10 +39,9 @@ from megatron.core.dist_checkpointing.interop.pickles import Record, load_pickle
 from megatron.core.dist_checkpointing.interop.rank_state import (
     common_values,
     describe_layout,
-    learn_from_optimizer,
     steps_in,
 )
-from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
+from megatron.core.dist_checkpointing.interop.stored_view import sizes_of
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
@@ -115,12 +114,12 @@ def open_torch_dist(directory: Path) -> InteropContents:
         own_key = _own_key(key)
         if dtype not in DTYPES.values() or key in metadata.flattened:
             continue
-        shape = _sizes(entry["size"])
+        shape = sizes_of(entry["size"])
         builder.declare(own_key, dtype, shape)
         for offset, saved in metadata.chunks(key, entry, dtype):
             builder.add(own_key, offset, saved)
     common = _common_state(directory, metadata)
-    learn_from_optimizer(builder, common.get("optimizer"))
+    builder.optimizer_step = steps_in(common.get("optimizer"))
     values, run = common_values(common)
     why = "it is of an older form" if has_unknown_buffers or metadata.flattened else None
     if buffers and why is None:
@@ -157,7 +156,7 @@ class _Metadata:
         for index, info in locations.items():
             if isinstance(index, Record) and isinstance(info, Record):
                 offset = index.get("offset")
-                self._locations[index["fqn"], None if offset is None else _sizes(offset)] = info
+                self._locations[index["fqn"], None if offset is None else sizes_of(offset)] = info
         extra = root.get("mcore_data") or {}
         self.flattened = {
             key
@@ -217,7 +216,7 @@ class _Metadata:
     ) -> Iterator[tuple[tuple[int, ...], SavedTensor]]:
         """Yield (offset, chunk) of a tensor."""
         for chunk in entry["chunks"]:
-            offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+            offset, sizes = sizes_of(chunk["offsets"]), sizes_of(chunk["sizes"])
             begin, length, name = self.location(key, offset)
             yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
 
@@ -233,9 +232,8 @@ class _Metadata:
         if (key, None) not in self._locations:
             return None
         begin, length, name = self.location(key, None)
-        with open_inside(self.directory, name) as (descriptor, size):
-            length = min(length, size - begin)
-            return read_torch_range(descriptor, self.directory / name, begin, length)
+        with open_local(self.directory, name) as file:
+            return read_torch_range(file, begin, min(length, file.size - begin))
 
     def damaged(self, what: str) -> NoReturn:
         raise DamagedCheckpointError(
@@ -261,16 +259,6 @@ def _own_key(key: str) -> str:
     if key.startswith(_MAIN_WEIGHT):
         return "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
     return key
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if (
-        type(value) is not tuple
-        or len(value) > MAX_DIMS
-        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
-    ):
-        raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
-    return value
 
 
 def _write(contents: Contents, directory: Path, with_optimizer: bool) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank
-from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.initialization import initialization_is_deferred
 from megatron.core.parameters.keyed_draws import keyed_dropout
@@ -23,6 +22,7 @@ from megatron.core.process_groups_config import (
 from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.parallel_parameters import empty_parameter
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,8 +80,7 @@ class LanguageModelEmbedding(MegatronModule):
 
     def _table(self, length: int) -> nn.Embedding:
         config = self.config
-        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
-        weight = torch.empty(length, config.hidden_size, dtype=config.params_dtype, device=device)
+        weight = empty_parameter(config, length, config.hidden_size)
         embedding = nn.Embedding(length, config.hidden_size, _weight=weight)
         init_method = config.embedding_init_method
         set_param_meta(embedding.weight, ParamMeta(init_method=init_method))

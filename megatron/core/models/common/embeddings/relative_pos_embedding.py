@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.core.foundation.device import current_device
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.tensor_parallel.parallel_parameters import empty_parameter
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -49,9 +49,8 @@ class RelativePositionEmbedding(MegatronModule):
         tp = resolve_groups(pg_collection).tp
         self.bidirectional = bidirectional
         self.num_buckets, self.max_distance = num_buckets, max_distance
-        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         heads = divide(config.num_attention_heads, tp.size())
-        weight = torch.empty(num_buckets, heads, dtype=config.params_dtype, device=device)
+        weight = empty_parameter(config, num_buckets, heads)
         self.relative_attention_bias = nn.Embedding(num_buckets, heads, _weight=weight)
         original = None
         if name_of_original is not None:

@@ -63,6 +63,7 @@ class RotaryEmbedding(nn.Module):
         rotary_interleaved: pairs are neighbouring channels.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
+        use_cpu_initialization: accepted and unused; the angles are always on the step's device.
         yarn: config with YaRN's settings, or None without YaRN.
     """
 
@@ -98,7 +99,7 @@ class RotaryEmbedding(nn.Module):
         if rope_scaling:
             inverse = scale_by_frequency_band(inverse, rope_scaling_factor)
         # Not a buffer: converting the model to half precision must not round the angles.
-        self.inv_freq = inverse if use_cpu_initialization else inverse.to(current_device())
+        self.inv_freq = inverse.to(current_device())
         self._cached: tuple[tuple[int, ...], Tensor] | None = None
 
     def forward(
