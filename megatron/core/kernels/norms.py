@@ -126,21 +126,20 @@ class _ExactNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, owners: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float, *owners: Tensor) -> Tensor:
+        bias = owners[1] if len(owners) > 1 else None
         wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if bias is not None:
             wide.sub_(wide.mean(-1, keepdim=True))
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, scale, rstd)
         ctx.owners, ctx.is_centered = owners, bias is not None
-        out = wide.mul_(rstd).mul_(weight)
+        out = wide.mul_(rstd).mul_(scale)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+        x, scale, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype, copy=True)
         if ctx.is_centered:
             normed.sub_(normed.mean(-1, keepdim=True))
@@ -154,12 +153,12 @@ class _ExactNorm(torch.autograd.Function):
             if has_main_grad(owner):
                 accumulate_main_grad(owner, gradients[index])
                 gradients[index] = None
-        inner = grad * weight
+        inner = grad * scale
         correction = normed.mul_((inner * normed).mean(-1, keepdim=True))
         if ctx.is_centered:
             correction.add_(inner.mean(-1, keepdim=True))
         grad_x = inner.sub_(correction).mul_(rstd).to(x.dtype)
-        return grad_x, *gradients, *[None] * (2 if ctx.is_centered else 3)
+        return grad_x, None, None, *gradients
 
 
 def exact_norm(x: Tensor, eps: float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -169,8 +168,7 @@ def exact_norm(x: Tensor, eps: float, scale: Tensor, parameters: Sequence[Tensor
         scale: [h], the factor on the normalised activations.
         parameters: weight and, for LayerNorm, bias [h]; they receive the gradients.
     """
-    bias = parameters[1] if len(parameters) > 1 else None
-    return _ExactNorm.apply(x, scale, bias, eps, parameters)
+    return _ExactNorm.apply(x, scale.detach(), eps, *parameters)
 
 
 TRAINING = "training"
