@@ -146,13 +146,14 @@ class _ExactNorm(torch.autograd.Function):
         normed.mul_(rstd)
         grad = grad.to(rstd.dtype)
         columns = x.shape[-1]
-        gradients = [row_sum((grad * normed).view(-1, columns))]
+        sums = [row_sum((grad * normed).view(-1, columns))]
         if ctx.is_centered:
-            gradients.append(row_sum(grad.reshape(-1, columns)))
-        for index, owner in enumerate(ctx.owners):
+            sums.append(row_sum(grad.reshape(-1, columns)))
+        gradients: list[Tensor | None] = []
+        for owner, total in zip(ctx.owners, sums, strict=True):
             if has_main_grad(owner):
-                accumulate_main_grad(owner, gradients[index])
-                gradients[index] = None
+                accumulate_main_grad(owner, total)
+            gradients.append(None if has_main_grad(owner) else total)
         inner = grad * scale
         correction = normed.mul_((inner * normed).mean(-1, keepdim=True))
         if ctx.is_centered:

@@ -142,7 +142,7 @@ def forward_backward(
         tokens_per_microbatch=tokens_per_microbatch,
         collect_non_loss_data=collect_non_loss_data,
         scale=config.grad_scale_func,
-        exact_scale=exact and exact.of_losses,
+        exact_scale=None if exact is None else exact.of_losses,
     )
     make_stage = partial(
         Stage,

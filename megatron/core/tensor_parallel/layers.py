@@ -298,8 +298,9 @@ class RowParallelLinear(ParallelLinear):
         out = parallel_linear(input_, self.weight, added_bias, self.spec)
         if not self.skip_bias_add:
             return out, None
-        is_exact = self.spec.units is not None and self.bias is not None
-        return out, in_rows(self.bias, out.shape) if is_exact else self.bias
+        if self.spec.units is None or self.bias is None:
+            return out, self.bias
+        return out, in_rows(self.bias, out.shape)
 
     def extra_repr(self) -> str:
         """Show the sizes."""

@@ -182,7 +182,8 @@ class DotProductAttention(MegatronModule):
         outputs, scope = [], rng_state().scope
         for n, parts in enumerate(zip(*split, strict=True)):
             current_step().random_scope = scope  # the draws of all heads are one draw
-            outputs.append(run(*parts, options.of_heads(n * heads, (n + 1) * heads)))
+            query, key, value = parts
+            outputs.append(run(query, key, value, options.of_heads(n * heads, (n + 1) * heads)))
         return torch.cat(outputs, -1)
 
     @property

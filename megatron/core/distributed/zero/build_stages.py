@@ -64,7 +64,7 @@ def build_stages(
         if is_exact:
             grad_dtype = torch.float64
             for _, parameter in parameters:
-                parameter.grad_dtype = None  # type: ignore[attr-defined]
+                parameter.grad_dtype = None
         shards_gradients = config.shards_gradients and (mesh.shard_size > 1 or leaves_device)
         numels, device = [p.numel() for _, p in parameters], parameters[0][1].device
         bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)
