@@ -83,6 +83,7 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             ("EP 2, all-to-all", "EP 2, all-gather", "ETP 2"),
         ),
         Feature("random combinations of all axes", "tests/parity/test_random_layouts.py"),
+        Feature("[the same bits in every layout](bits.md)", "tests/parity/test_same_bits.py"),
     ),
     "Models": (
         Feature(

@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.kernels.attention import choose_attention
-from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -118,6 +121,8 @@ class DotProductAttention(MegatronModule):
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
+        if comm_type is None and self.config.layout_invariant_mode:
+            return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
         return context_parallel_attention(
@@ -158,6 +163,28 @@ class DotProductAttention(MegatronModule):
             sink=self.softmax_offset,
             softcap=self.config.attn_logit_softcapping,
         )
+
+    def _attend_in_units(
+        self,
+        run: AttentionKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with the heads of one unit at a time: kernels choose their algorithm by the number
+        of heads, which depends on the layout."""
+        groups = self.config.num_query_groups or self.config.num_attention_heads
+        units = math.gcd(groups, self.config.tensor_units)
+        count = max(units // self.pg_collection.tp.size(), 1)
+        heads = query.shape[2] // count
+        split = [[part.contiguous() for part in x.chunk(count, 2)] for x in (query, key, value)]
+        outputs, scope = [], rng_state().scope
+        for n, parts in enumerate(zip(*split, strict=True)):
+            current_step().random_scope = scope  # the draws of all heads are one draw
+            query, key, value = parts
+            outputs.append(run(query, key, value, options.of_heads(n * heads, (n + 1) * heads)))
+        return torch.cat(outputs, -1)
 
     @property
     def context_groups(self) -> ContextParallelGroups:

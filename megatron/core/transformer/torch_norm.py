@@ -51,6 +51,7 @@ class WrappedTorchNorm:
             eps,
             sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma or zero_centered_gamma,
+            is_exact=getattr(config, "layout_invariant_mode", False),
             dtype=config.params_dtype,
             device=device_of_parameters(config),
         )
