@@ -13,7 +13,7 @@ Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hugging_face.model_description import ModelDescription
 
@@ -91,6 +91,21 @@ def with_others(rules: Iterable[WeightRule], *others: WeightRule) -> list[Weight
     """Return `rules` with these rules in place of the rules of the same parameters."""
     by_name = {rule.megatron_name: rule for rule in others}
     return [by_name.get(rule.megatron_name, rule) for rule in rules]
+
+
+def renamed(rules: Iterable[WeightRule], names: Mapping[str, str]) -> list[WeightRule]:
+    """Return `rules` with other names of Hugging Face's tensors.
+
+    Args:
+        names: part of a name -> its replacement.
+    """
+    found = list(rules)
+    for one, other in names.items():
+        found = [
+            replace(rule, hf_names=tuple(name.replace(one, other) for name in rule.hf_names))
+            for rule in found
+        ]
+    return found
 
 
 def transposed(megatron_name: str, hf_name: str) -> WeightRule:

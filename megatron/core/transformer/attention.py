@@ -20,19 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.context_parallel import sequence_shard_of_rank
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.offload.saved_activations import offloading
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.dot_product_attention import gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.rotary import cos_sin, factor_by_position, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -86,6 +89,8 @@ class Attention(MegatronModule):
             config.num_attention_heads, self.pg_collection.tp.size()
         )
         self.softmax_scale = config.softmax_scale
+        if config.softmax_scale_local and config.window_of(layer_number) is not None:
+            self.softmax_scale = config.softmax_scale_local
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -226,23 +231,31 @@ class Attention(MegatronModule):
             fix="leave these out",
         )
         context = inference_context if inference_context is not None else inference_params
+        positions = None if context is None else context.positions
         query, key, value, *others = self.get_rotated_qkv(
             hidden_states,
             key_value_states,
-            None if context is None else context.positions,
+            positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        num_gates = int(self.config.attention_output_gate)
-        extra, gate = others[: len(others) - num_gates], others[len(others) - num_gates :]
+        if beta := self.config.query_scale_beta:
+            if positions is None:
+                positions = self.positions_of(query.shape[0], query.device, packed_seq_params)
+            period = self.config.original_max_position_embeddings
+            query = query * factor_by_position(positions, beta, period).to(query.dtype)
+        split = len(others) - self.config.attention_output_gate
+        extra, gate = others[:split], others[split:]
         sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
         if context is not None:
             entries = self.extra_cache_entries(extra)
             cached = context.store(self.layer_number, key, value, *entries)
             if not context.is_fresh:
-                attended = self._attend_to_cache(query, cached, extra, context, sharing)
-                return self.linear_proj(_gated(attended, *gate))
+                core = reader_of_cache(self.core_attention)
+                hidden = context.masked_keys(core.window(self.attn_mask_type)[0])
+                attended = core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
+                return self.linear_proj(gated(attended, *gate))
 
-        def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
+        def attend(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
             query, key, value, *extra = tensors
             return self.core_attention(
                 query,
@@ -258,33 +271,28 @@ class Attention(MegatronModule):
 
         given = (attention_mask, attention_bias, query, key, value, *extra)
         if self.recomputes_core and self.training:
-            attended = checkpoint(core, False, *given)
+            attended = checkpoint(attend, False, *given)
         else:
             with offloading(self.config.offloads("core_attn"), self.core_attention):
-                attended = core(*given)
+                attended = attend(*given)
         self.drop_query_key_value(attended)
-        attended = _gated(attended, *gate)
+        attended = gated(attended, *gate)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
 
+    def positions_of(
+        self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None = None
+    ) -> Tensor:
+        """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
+        cp = self.pg_collection.microbatch_cp
+        shard = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK)
+        positions = shard.positions(device)
+        if isinstance(packed, Documents):
+            return packed.positions.t()[positions]
+        return positions[:, None]
+
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
-
-    def _attend_to_cache(
-        self, query: Tensor, cached: Any, extra: Any, context: Any, sharing: dict[str, Any]
-    ) -> Tensor:
-        """Attend to the cached keys: [s, b, n, d] -> [s, b, n*e]."""
-        core = self.core_attention
-        if not isinstance(core, DotProductAttention):
-            raise ConfigError(
-                f"{type(core).__name__} cannot attend to a cache.",
-                rule="only the attention of the local backend reads a cache",
-                flags=["--transformer-impl"],
-                fix="use --transformer-impl local to generate; checkpoints are the same",
-            )
-        left, _ = core.window(self.attn_mask_type)
-        hidden = context.masked_keys(left)
-        return core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
 
 
 class SelfAttention(Attention):
@@ -319,8 +327,15 @@ class SelfAttention(Attention):
             rows = tuple(heads * head for heads in self.heads_of_group)
             set_param_meta(weight, replace(get_param_meta(weight), fused_row_sizes=rows))
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
-        self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
-        self.k_layernorm = self.norm(submodules.k_layernorm, head, is_sharded=True)
+        norms, widths = (submodules.q_layernorm, submodules.k_layernorm), [head, head]
+        if config.qk_layernorm_across_heads and None not in norms:
+            across = {"tp_group": self.pg_collection.tp}
+            norms = (ModuleSpec(module=RMSNormAcrossHeads, params=across),) * 2
+            widths = [config.num_attention_heads * head, groups * head]
+        self.q_layernorm, self.k_layernorm = (
+            self.norm(spec, width, is_sharded=True)
+            for spec, width in zip(norms, widths, strict=True)
+        )
         self.uses_rotary = config.rotates_in(self.layer_number)
 
     def get_query_key_value_tensors(
@@ -329,7 +344,7 @@ class SelfAttention(Attention):
         key_value_states: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Project to this rank's heads, QK norm applied, before rotation.
+        """Project to this rank's heads, before rotation; the QK norm is applied unless it follows.
 
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
@@ -343,11 +358,17 @@ class SelfAttention(Attention):
         with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):
             packed, _ = self.linear_qkv(hidden_states)
         query, key, *others = self._unpack(packed)
+        if not self.config.qk_layernorm_after_rope:
+            query, key = self._normed(query, key)
+        return query, key, *others
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the QK norm, if there is one."""
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, *others
+        return query, key
 
     def get_rotated_qkv(
         self,
@@ -370,12 +391,14 @@ class SelfAttention(Attention):
             query, key, *others = self.get_query_key_value_tensors(
                 hidden_states, key_value_states, positions
             )
-            if angles is None or not self.uses_rotary:
-                return query, key, *others
-            if cos is None or sin is None:
-                angles = angles[0] if isinstance(angles, tuple) else angles
-                cos, sin = cos_sin(angles, query.dtype)
-            return rotate(query, cos, sin, **how), rotate(key, cos, sin, **how), *others
+            if angles is not None and self.uses_rotary:
+                if cos is None or sin is None:
+                    angles = angles[0] if isinstance(angles, tuple) else angles
+                    cos, sin = cos_sin(angles, query.dtype, self.config.rotary_amplitude)
+                query, key = rotate(query, cos, sin, **how), rotate(key, cos, sin, **how)
+            if self.config.qk_layernorm_after_rope:
+                query, key = self._normed(query, key)
+            return query, key, *others
         packed, _ = self.linear_qkv(hidden_states)
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
@@ -417,11 +440,3 @@ class SelfAttention(Attention):
         mine = slice(part * local, (part + 1) * local)
         gate = [part[:, :, mine].reshape(s, b, local * d) for part in gate]
         return query[:, :, mine], key, value, *gate
-
-
-def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate `attended`."""
-    if gate is None:
-        return attended
-    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
-    return (attended * torch.sigmoid(gate.float())).to(attended.dtype)

@@ -12,9 +12,22 @@ from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import ROTARY, UNFUSED
 
 
-def cos_sin(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`."""
-    return freqs.float().cos().to(dtype), freqs.float().sin().to(dtype)
+def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`.
+
+    Args:
+        amplitude: factor on both.
+    """
+    cos, sin = freqs.float().cos(), freqs.float().sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.to(dtype), sin.to(dtype)
+
+
+def factor_by_position(positions: Tensor, beta: float, period: int) -> Tensor:
+    """Return 1 + beta ln(1 + floor(position / period)), fp32 [s, b, 1, 1], of positions [s, b]."""
+    passed = positions.float().div(period).floor()
+    return (1 + beta * torch.log1p(passed))[:, :, None, None]
 
 
 def rotate(

@@ -261,8 +261,8 @@ class SparseLatentAttention(MLASelfAttention):
     def extra_core_inputs(
         self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return queries, weights and key of the indexer; see `Indexer.forward`. A layer that
-        shares the keys of another returns nothing."""
+        """Return queries [s, b, j, i], weights [s, b, j] and key [s, b, i] of the indexer. A layer
+        that shares the keys of another returns nothing."""
         if self.core_attention.indexer is None:
             return ()
         config, tp = self.config, self.pg_collection.tp
@@ -280,5 +280,5 @@ class SparseLatentAttention(MLASelfAttention):
         return indexed
 
     def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
-        """Return the indexer's key as one head."""
+        """Return the indexer's key as one head, [s, b, 1, i]."""
         return [extra[2].unsqueeze(2)] if extra else []

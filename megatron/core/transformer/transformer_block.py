@@ -217,7 +217,9 @@ class TransformerBlock(GraphableMegatronModule):
         if rotary_pos_emb is not None and rotary_pos_cos is None:
             # Once for all layers, in the dtype of queries and keys.
             freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-            rotary_pos_cos, rotary_pos_sin = cos_sin(freqs, self.config.params_dtype)
+            rotary_pos_cos, rotary_pos_sin = cos_sin(
+                freqs, self.config.params_dtype, self.config.rotary_amplitude
+            )
         local: dict[str, Any] = {}
         if local_rotary_pos_emb is not None:
             cos, sin = cos_sin(local_rotary_pos_emb, self.config.params_dtype)

@@ -133,6 +133,19 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--enable-mhc-connections", "--encoder-num-layers"],
             fix="drop --enable-mhc-connections",
         )
+    if config.multi_latent_attention and (
+        given := [
+            name
+            for name in ("qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm")
+            if getattr(config, name)
+        ]
+    ):
+        yield ConfigError(
+            f"{', '.join(given)} with multi-latent attention.",
+            rule="latent attention norms its input and its latents",
+            flags=[*("--" + name.replace("_", "-") for name in given), "--multi-latent-attention"],
+            fix="drop them, or --multi-latent-attention",
+        )
     if config.rotary_base_local is not None and (
         config.multi_latent_attention or config.mtp_num_layers
     ):
@@ -258,7 +271,7 @@ class TransformerConfig(
             return  # check_linear_attention reports it
         if pattern is None:
             return
-        self.num_layers = self.num_layers or len(pattern.layers)
+        self.num_layers = self.num_layers or len(pattern.kinds)
         self.moe_layer_freq = pattern.layers_with_experts
         self.mtp_num_layers = self.mtp_num_layers or len(pattern.later) or None
         self.pipeline_model_parallel_layout = (
@@ -282,6 +295,10 @@ class TransformerConfig(
             replace(kind, shares_keys=kind.is_sparse and self.shares_keys(number))
             for number, kind in enumerate(kinds, 1)
         )
+
+    def is_reordered(self, layer_number: int) -> bool:
+        """Whether a layer norms the outputs of its branches instead of their inputs."""
+        return self.reordered_norm and not self.layer_kind(layer_number).is_recurrent
 
     def layer_kind(self, layer_number: int) -> LayerKind:
         """Return the kind of a layer, by its 1-based number in the whole model; the layers of

@@ -65,9 +65,9 @@ class TransformerLayerSubmodules:
     mlp: ModuleSpec | type | Any = IdentityOp
     mlp_bda: ModuleSpec | type | Any = IdentityFuncOp
     post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of the attention output before it is added; built with `sandwich_norm`."""
+    """Norm of the attention output before it is added, with `sandwich_norm` or `reordered_norm`."""
     post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of the MLP output before it is added; built with `sandwich_norm`."""
+    """Norm of the MLP output before it is added, with `sandwich_norm` or `reordered_norm`."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -118,7 +118,10 @@ class TransformerLayer(GraphableMegatronModule):
                 eps=config.layernorm_epsilon,
             )
 
-        self.input_layernorm = norm(submodules.input_layernorm)
+        self.is_reordered = config.is_reordered(self.layer_number)
+        self.norms_outputs = config.sandwich_norm or self.is_reordered
+        of_input = IdentityOp if self.is_reordered else submodules.input_layernorm
+        self.input_layernorm = norm(of_input)
         self.self_attention = build_module(
             submodules.self_attention,
             config=config,
@@ -139,14 +142,18 @@ class TransformerLayer(GraphableMegatronModule):
                 pg_collection=self.pg_collection,
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
-        self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
+        self.pre_mlp_layernorm = norm(
+            IdentityOp
+            if self.is_reordered or config.share_parallel_norm
+            else submodules.pre_mlp_layernorm
+        )
         if config.enable_mhc_connections:
             tp = self.pg_collection.tp
             if self.has_mixer:
                 self.self_attention_hyper_connection = HyperConnection(config, tp)
             if self.has_mlp:
                 self.mlp_hyper_connection = HyperConnection(config, tp)
-        if config.sandwich_norm:
+        if self.norms_outputs:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
             if self.has_mlp:
@@ -159,9 +166,9 @@ class TransformerLayer(GraphableMegatronModule):
 
         # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
-        # If a norm's output is also the residual stream, it is read after its branch: keep it.
-        recomputes_norms = (
-            config.recomputes("layernorm") and not config.apply_residual_connection_post_layernorm
+        # If a norm's output is also the residual or the MLP's input, it is read later: keep it.
+        recomputes_norms = config.recomputes("layernorm") and not (
+            config.apply_residual_connection_post_layernorm or config.share_parallel_norm
         )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
@@ -323,7 +330,8 @@ class TransformerLayer(GraphableMegatronModule):
     def _forward_attention(
         self, hidden_states: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [s, b, h] with attention added, and its norm or None."""
+        """Return the residual stream [s, b, h] with attention added, and the norm that the MLP
+        reads or None."""
         branch_input, residual = self._streams(hidden_states, "self_attention_hyper_connection")
         with offloading(self.config.offloads("attn_norm"), self.input_layernorm):
             normed = self._normed(
@@ -331,10 +339,11 @@ class TransformerLayer(GraphableMegatronModule):
             )
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
-        if self.config.sandwich_norm:
+        if self.norms_outputs:
             output = _normed_branch(self.post_self_attn_layernorm, *output)
         residual = self._residual(residual, normed)
-        return self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
+        added, norm_of_sum = self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
+        return added, normed.output if self.config.share_parallel_norm else norm_of_sum
 
     def _forward_cross_attention(
         self, hidden_states: Tensor, context: Tensor | None, context_mask: Tensor | None
@@ -376,7 +385,7 @@ class TransformerLayer(GraphableMegatronModule):
             given = {n: value for n, value in options.items() if value is not None}
             output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
-        if self.config.sandwich_norm:
+        if self.norms_outputs:
             output = _normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 

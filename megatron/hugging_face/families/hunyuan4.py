@@ -6,6 +6,7 @@ The layers share the keys of few indexers, as in GLM-5.2. The streams (hyper-con
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
         dsa_indexer_k_norm_epsilon=settings.layernorm_epsilon,
         softmax_type="learnable",
         attention_output_gate=True,
+        mla_gate_by_channel=True,
         moe_activation_func_clamp_value=config.take("swiglu_limit"),
         enable_mhc_connections=True,
         mhc_sinkhorn_iterations=0,
@@ -89,7 +91,7 @@ def _turned(settings: ModelDescription, heights: Sequence[int]) -> list[RowRange
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
     rules = [
-        replace(rule, hf_names=tuple(n.replace(".gate_proj.", _GATE) for n in rule.hf_names))
+        replace(rule, hf_names=tuple(re.sub(r"\.g(ate)?_proj\.", _GATE, n) for n in rule.hf_names))
         for rule in v32_rules(settings)
     ]
     indexers = (".linear_wq_b.", ".linear_wk.", ".k_norm.")
@@ -105,10 +107,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
         )  # fmt: skip
         sparse = settings.layers_where(lambda kind: kind.has_experts)
         others.append(replace(rule, layers=sparse))
-    added = {
-        _MEGATRON + "self_attention.linear_gate.weight": f"{_HF}self_attn{_GATE}weight",
-        _MEGATRON + "self_attention.core_attention.softmax_offset": _HF + _SINKS,
-    }
+    added = {_MEGATRON + "self_attention.core_attention.softmax_offset": _HF + _SINKS}
     places = {
         _MEGATRON + "self_attention_hyper_connection.": _HF + "hc_pre.hc_attn_layer.hc_",
         _MEGATRON + "mlp_hyper_connection.": _HF + "hc_pre.hc_mlp_layer.hc_",

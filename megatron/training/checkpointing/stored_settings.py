@@ -20,10 +20,13 @@ MODEL_SHAPE_ARGS = (
     "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
     "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor",
     "add_position_embedding", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "attention_output_gate", "swiglu", "squared_relu", "relu", "normalization", "norm_epsilon",
-    "apply_layernorm_1p", "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
-    "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
-    "merge_file", "tokenizer_hf_no_include_special_tokens",
+    "qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm",
+    "softmax_scale_local", "query_scale_beta", "rotary_short_factors", "rotary_long_factors",
+    "rotary_amplitude", "share_parallel_norm",
+    "attention_output_gate", "mla_gate_by_channel", "swiglu", "squared_relu", "relu",
+    "normalization", "norm_epsilon", "apply_layernorm_1p", "untie_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by", "unpadded_vocab_size", "tokenizer_type", "tokenizer_model",
+    "vocab_size", "vocab_file", "merge_file", "tokenizer_hf_no_include_special_tokens",
     "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
     "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
     "residual_multiplier", "logits_scaling", "enable_mhc_connections", "mhc_num_residual_streams",
@@ -34,7 +37,9 @@ MODEL_SHAPE_ARGS = (
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
     "v_head_dim", "latent_norm_epsilon", "rope_interleave", "experimental_attention_variant",
     "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_allow_neg_eigval", "linear_norm_epsilon",
     "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_full_rank_gates", "linear_decay_bound",
     "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
     "mamba_num_heads", "mamba_step_limits",
     "dsa_indexer_head_dim", "dsa_indexer_n_heads", "dsa_indexer_topk",
@@ -100,6 +105,8 @@ def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> Run
     if not saved.use_tokenizer_model_from_checkpoint_args:
         # Opening files that an untrusted checkpoint names needs the user's consent.
         left_out |= TOKENIZER_FILES
+    if "hybrid_layer_pattern" in given:  # it determines these
+        left_out |= {"num_layers", "moe_layer_freq"}
     if "tokenizer_type" in given or TOKENIZER_FILES & set(given):
         left_out |= {"tokenizer_type", "vocab_size", *TOKENIZER_FILES}
         left_out.add("tokenizer_hf_no_include_special_tokens")

@@ -143,8 +143,7 @@ class ModelSize:
     def _attention_matrices(self) -> int:
         """Elements of the projections of one attention: to queries, keys, values, and back."""
         config, h = self.config, self.config.hidden_size
-        has_gates = config.multi_latent_attention and config.attention_output_gate
-        back = self.attention_width * h * (1 + has_gates)
+        back = self.attention_width * h
         if not config.multi_latent_attention:
             return h * self._qkv_width + back
         heads, rank = config.num_attention_heads, config.q_lora_rank
@@ -152,7 +151,9 @@ class ModelSize:
         queries = h * rank + rank * queries if rank else h * queries
         keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-        return queries + keys + values + back
+        gates = self.attention_width if config.mla_gate_by_channel else heads
+        gates *= h * config.attention_output_gate
+        return queries + keys + values + gates + back
 
     def _indexer_matrices(self, kind: LayerKind) -> int:
         """Elements of the projections of an indexer to queries, a key and weights."""
@@ -243,6 +244,8 @@ class ModelSize:
         config = self.config
         norms = (1 + config.sandwich_norm) * self._norm()
         count = kind.has_final_norm * self._norm() + self._connections(kind)[0]
+        if config.share_parallel_norm and kind.mixer and kind.mlp:
+            count -= self._norm()
         if kind.mixer:
             count += norms
             count += (
@@ -283,7 +286,11 @@ class ModelSize:
             return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
         if config.add_bias_linear or config.add_qkv_bias:
             count += self._qkv_width
-        return count + 2 * config.qk_layernorm * self._norm(config.kv_channels)
+        heads = (1, 1)
+        if config.qk_layernorm_across_heads:
+            heads = (config.num_attention_heads, config.num_query_groups or 1)
+        width = config.kv_channels or 0
+        return count + config.qk_layernorm * sum(self._norm(width * number) for number in heads)
 
     def _layers(self, kinds: Iterable[LayerKind]) -> int:
         return sum(

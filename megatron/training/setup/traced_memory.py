@@ -56,7 +56,7 @@ def trace_rank(
         num_microbatches: replaces the number in the settings.
     Raises:
         TopologyError: this process is a rank of a run.
-        UntraceableStepError: for example torch's FSDP2, or the linear cross entropy.
+        UntraceableStepError: for example torch's FSDP2.
     """
     found = RankTrace(rank)
     with (

@@ -1,5 +1,6 @@
 """What is trained: flags of the model and of its training, which hold in every layout."""
 
+from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")
@@ -191,7 +192,7 @@ def _letters(letters: str) -> Option:
         "hybrid-layer-pattern",
         {None: 5, letters: 1},
         lambda s: (
-            s["num-layers"] == len(letters)
+            s["num-layers"] == len(hybrid_pattern(letters).kinds)
             and ("num-experts" in s) == ("E" in letters)
             and not {_VARIANT, "use-parallel-residual", "moe-layer-freq", "no-rope-freq"} & set(s)
         ),
@@ -216,7 +217,7 @@ MIXERS = (
     Option("linear-attention-freq", {2: 3, 3: 1, None: 1},
            lambda s: _VARIANT in s and not _is_sparse(s)),
     *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
-                    "K-", "K*", "K-*E", "KGM-")),
+                    "K-", "K*", "K-*E", "KGM-", "[*-]M-", "*E[ME]", "[*-][M-]")),
     # Odd ones, and of several chunks.
     Option("seq-length", {None: 3, 15: 1, 20: 1, 72: 1, 140: 1},
            lambda s: _VARIANT in s or "hybrid-layer-pattern" in s),

@@ -280,7 +280,10 @@ class VisionConfig:
 
 _OF_LANGUAGE = frozenset({
     "encoder_num_layers", "softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq",
-    "qk_layernorm", "attention_output_gate", "no_rope_freq", "rotary_base_local",
+    "qk_layernorm", "qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm",
+    "softmax_scale_local", "query_scale_beta", "rotary_short_factors", "rotary_long_factors",
+    "rotary_amplitude", "share_parallel_norm", "attention_output_gate", "no_rope_freq",
+    "rotary_base_local",
     "rotary_interleaved", "mrope_section", "mrope_interleaved", "sandwich_norm",
     "use_parallel_residual", "embedding_multiplier", "residual_multiplier", "logits_scaling",
     "enable_mhc_connections",

@@ -31,6 +31,13 @@ class PositionConfig:
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     rotary_base_local: float | None = flag(None, kind=int)
     """Base of the rotary frequencies in layers with a window; None uses the base of all layers."""
+    rotary_short_factors: list[float] | None = flag(None, nargs="+")
+    """LongRoPE (arXiv 2402.13753): divisors of the rotary frequencies, one for each pair of
+    channels, in sequences of at most --original-max-position-embeddings tokens."""
+    rotary_long_factors: list[float] | None = flag(None, nargs="+")
+    """LongRoPE: the same in longer sequences."""
+    rotary_amplitude: float = flag(1.0, within=POSITIVE)
+    """Factor on cosine and sine of the rotary embedding (LongRoPE)."""
     mrope_section: list[int] | None = flag(None, nargs="+")
     """Numbers of channel pairs of a head that rotate by a token's position in time, in height and
     in width (--position-embedding-type mrope, arXiv 2409.12191)."""
@@ -104,8 +111,12 @@ class LatentAttentionConfig:
     """YaRN: round the channel numbers of beta-fast and beta-slow to whole numbers."""
     mscale: float = 1.0
     """YaRN attention temperature: how strongly scores grow with the factor."""
-    mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
-    """YaRN: the same for the channels of a head without rotary embedding."""
+    mscale_all_dim: float = 0.0
+    """YaRN: the same for the channels of a head without rotary embedding. If all channels rotate,
+    scores grow by the ratio of the two temperatures."""
+    query_scale_beta: float = 0.0
+    """Multiply the query at position p by 1 + b ln(1 + floor(p / c)), with this b and the original
+    context c of YaRN (Llama 4, Ministral 3)."""
 
 
 def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:

@@ -313,14 +313,6 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
             "--moe-router-pre-softmax",
             fix="add --moe-router-pre-softmax",
         )
-    if config.moe_router_enable_expert_bias and is_softmax:
-        yield _problem(
-            "an expert bias with softmax scores.",
-            "the bias needs scores that do not depend on each other",
-            "--moe-router-enable-expert-bias",
-            "--moe-router-score-function",
-            fix="use --moe-router-score-function sigmoid",
-        )
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
     if (groups is None) != (kept is None):
         yield _problem(
