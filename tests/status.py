@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.evidence import NOTHING, RESULTS, ROOT, Result, results, rows_of
+from benchmarks.gpu.evidence import NOTHING, RESULTS, ROOT, Result, by_card, results, rows_of
 from megatron.core.settings.command_line import NoFlags, read_command_line
 
 PAGE = ROOT / "docs" / "status.md"
@@ -38,10 +38,13 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("tensor parallelism", "tests/parity/test_layouts.py", ("TP 2",)),
         Feature("sequence parallelism", "tests/parity/test_layouts.py", ("TP 2, SP", "TP 4, SP")),
         Feature(
-            "[context parallelism](context_parallelism.md): ring, all-gather, Ulysses,"
-            " hierarchical",
+            "[context parallelism](context_parallelism.md): ring, all-gather, Ulysses",
             "tests/distributed/context_parallel/test_attention.py",
             ("CP 2, ring", "CP 2, Ulysses", "CP 2, all-gather"),
+        ),
+        Feature(
+            "hierarchical context parallelism",
+            "tests/distributed/context_parallel/test_attention.py",
         ),
         Feature(
             "[dynamic context parallelism](context_parallelism.md): the number of ranks per"
@@ -49,14 +52,13 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             "tests/distributed/context_parallel/test_shared_rows.py",
         ),
         Feature(
-            "[pipelines](schedules.md): GPipe, 1F1B, interleaved 1F1B, uneven stages",
+            "[pipelines](schedules.md): 1F1B, interleaved 1F1B, zero-bubble ZB-V",
             "tests/distributed/pipeline_parallel/test_executor.py",
-            ("PP 2", "PP 2, interleaved"),
+            ("PP 2", "PP 2, interleaved", "PP 2, zb-v"),
         ),
         Feature(
-            "[zero-bubble pipelines](schedules.md): ZB-H1, ZB-V, DualPipe-V",
+            "GPipe, uneven stages, zero-bubble ZB-H1 and DualPipe-V",
             "tests/distributed/pipeline_parallel/test_executor.py",
-            ("PP 2, zb-v",),
         ),
         Feature(
             "[data parallelism](sharding.md), ZeRO-1",
@@ -65,10 +67,11 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             NAMESPACES,
         ),
         Feature(
-            "[ZeRO-2 and ZeRO-3](sharding.md), HSDP",
+            "[ZeRO-2 and ZeRO-3](sharding.md)",
             "tests/distributed/distributed/test_sharded_parameters.py",
             ("ZeRO-2", "ZeRO-3"),
         ),
+        Feature("HSDP", "tests/distributed/distributed/test_sharded_parameters.py"),
         Feature(
             "[torch FSDP2](sharding.md)",
             "tests/distributed/distributed/test_torch_fsdp2.py",
@@ -80,13 +83,15 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             ("EP 2, all-to-all", "EP 2, all-gather", "ETP 2"),
         ),
         Feature("random combinations of all axes", "tests/parity/test_random_layouts.py"),
+        Feature("[the same bits in every layout](bits.md)", "tests/parity/test_same_bits.py"),
     ),
     "Models": (
         Feature(
-            "GPT: grouped-query attention, RoPE, YaRN, sinks, windows, MTP",
+            "GPT: RoPE, packed documents, attention dropout",
             "tests/parity/test_features.py",
             ("attention dropout", "documents"),
         ),
+        Feature("YaRN, sinks, windows, MTP", "tests/parity/test_features.py"),
         Feature(
             "multi-head latent attention", "tests/parity/test_features.py", ("latent attention",)
         ),
@@ -96,9 +101,15 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             ("experts",),
         ),
         Feature(
-            "[sequence mixers](sequence_mixers.md): Mamba-2, Gated DeltaNet, Kimi Delta Attention",
+            "[sequence mixers](sequence_mixers.md): Mamba-2, Gated DeltaNet",
             "tests/distributed/context_parallel/test_recurrence.py",
             ("hybrid mixers",),
+        ),
+        Feature("Kimi Delta Attention", "tests/distributed/context_parallel/test_recurrence.py"),
+        Feature(
+            "[hybrid models](sequence_mixers.md#hybrid-models), checkpoints of a GPT and of a"
+            " hybrid model in turn",
+            "tests/distributed/checkpointing/test_hybrid_and_gpt.py",
         ),
         Feature(
             "[sparse attention of DeepSeek-V3.2](sequence_mixers.md)",
@@ -118,10 +129,11 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("bf16 with fp32 main weights", "tests/parity/test_layouts.py", ("documents",)),
         Feature("fp16 with loss scaling", "tests/distributed/optimizer/test_fp16_trajectory.py"),
         Feature(
-            "[FP8, MXFP8, NVFP4](low_precision.md)",
+            "[FP8 with a scale for each tensor](low_precision.md)",
             "tests/parity/low_precision_curves.py",
             ("fp8",),
         ),
+        Feature("FP8 in blocks, MXFP8, NVFP4", "tests/parity/low_precision_curves.py"),
         Feature("activation recomputation", "tests/parity/test_features.py", ("recomputation",)),
         Feature(
             "[activations in host memory](memory.md)",
@@ -129,9 +141,13 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             ("activations in host memory",),
         ),
         Feature(
-            "[optimizer state in host memory or in files](optimizers.md)",
+            "[optimizer state in host memory](optimizers.md)",
             "tests/distributed/optimizer/test_streamed_state.py",
             ("optimizer in host memory",),
+        ),
+        Feature(
+            "[optimizer state in files](optimizers.md)",
+            "tests/distributed/optimizer/test_streamed_state.py",
         ),
         Feature("CUDA graphs of layers", "tests/parity/test_features.py", ("graphs",)),
     ),
@@ -185,11 +201,14 @@ def _link(mark: str, path: Path) -> str:
 
 
 def _gpu_cell(feature: Feature, found: Sequence[Result]) -> str:
-    """Return a link to the newest result in which all checks of the feature passed."""
-    for result in found:
-        passed = {row["case"] for row in rows_of(result, "paths", "layouts") if row.get("ok")}
-        if feature.gpu and passed.issuperset(feature.gpu):
-            return _link(YES, next(RESULTS.glob(f"{result['date']}-*-{result['commit']}.json")))
+    """Return a link to the newest result among those in which the feature's checks passed."""
+    for card in by_card(found):
+        rows = rows_of(card, "paths", "layouts")
+        at = {row["case"]: row["commit"] for row in rows if row.get("ok")}
+        if feature.gpu and at.keys() >= {*feature.gpu}:
+            commits = {at[name] for name in feature.gpu}
+            newest = next(each["commit"] for each in found if each["commit"] in commits)
+            return _link(YES, next(RESULTS.glob(f"*-{newest}.json")))
     return NO
 
 

@@ -2,12 +2,14 @@
 
     python3 tools/gpu_session.py A --seconds 190 --out OUT
     python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
+    python3 tools/gpu_session.py D --out OUT --only layouts --cases ZeRO-3 FSDP2   # some again
 
 Stages: A, correct values; D, every layout on NCCL; B, speed; C, profile of the time. This file
 imports only the standard library, so that it starts on any machine. Each check has its own
-processes and its own limit: a crash or a hang costs that check only. After each check,
-OUT/STAGE.json and OUT/STAGE.log.gz are complete. The table is printed last and is short, because
-only the end of the output may be visible. The exit status is 0 if every check passed.
+processes and its own limit: a crash or a hang costs that check only. In stages B and C one check
+uses the GPU at a time, while the next one imports its modules and waits for its turn. After each
+check, OUT/STAGE.json and OUT/STAGE.log.gz are complete. The table is printed last and is short,
+because only the end of the output may be visible. The exit status is 0 if every check passed.
 
 A check prints its results as lines `ROW: {json}`. Wheels in `.whl/` (`make gpu-wheels`) are
 unpacked first and added to the checks' PYTHONPATH.
@@ -23,6 +25,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,6 +53,9 @@ _PRINTED = 11_000
 _LOG_BYTES = 4 << 20
 """Bytes that are read at each end of a log."""
 _TOKEN = "LATTICE_GPU_CHECK"
+_TURN = "LATTICE_GPU_CHECK_TURN"
+"""Environment variable of a check: a file that exists when the check may use the GPU. It contains
+the time of the check's end (monotonic, the same clock in all processes)."""
 _MEMORY = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _PEERS = "python3 -m benchmarks.gpu.peers"
 _PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
@@ -94,25 +100,26 @@ STAGES: dict[str, list[Check]] = {
         Check("rates", "python3 -m benchmarks.gpu.collectives {rehearse}", 14),
     ],
     "B": [
-        Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 34),
-        Check("plain", f"{_MEMORY} {_PEERS} plain-compiled {{rehearse}}", 48),
-        Check("ours again", f"{_MEMORY} python3 -m benchmarks.gpu.speed", 28, rehearsal="true"),
-        Check("hf-liger", f"{_MEMORY} {_PEERS} hf-liger {{rehearse}}", 30),
-        Check("megatron-core", f"{_MEMORY} {_PEERS} megatron-core {{rehearse}}", 42),
+        Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 36),
+        Check("plain", f"{_MEMORY} {_PEERS} plain-compiled {{rehearse}}", 40),
+        Check("ours again", f"{_MEMORY} python3 -m benchmarks.gpu.speed", 26, rehearsal="true"),
+        Check("hf-liger", f"{_MEMORY} {_PEERS} hf-liger {{rehearse}}", 34),
+        Check("megatron-core", f"{_MEMORY} {_PEERS} megatron-core {{rehearse}}", 46),
     ],
     "C": [
-        Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 32),
-        Check("kernels", "python3 -m benchmarks.gpu.kernels --seconds 34 {rehearse}", 45,
-              rehearsal="python3 -m benchmarks.gpu.kernels {rehearse}"),
-        Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20 --seconds 72",
-              80, rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
+        Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 26),
+        Check("kernels", "python3 -m benchmarks.gpu.kernels {rehearse}", 45),
+        Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20", 96,
+              rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
         Check("ncu", "if command -v ncu; then ncu --clock-control none --set basic -c 6 -k"
               " 'regex:softmax|backward' python3 -m benchmarks.gpu.kernels --once; else echo"
-              """ 'ROW: {"not run": "ncu is not here"}'; fi""", 25,
+              """ 'ROW: {"not run": "ncu is not here"}'; fi""", 15,
               rehearsal="python3 -m benchmarks.gpu.kernels --once {rehearse}"),
     ],
 }  # fmt: skip
-"""Every check by stage. B and C measure time: they run one check at a time."""
+"""Every check by stage. B and C measure time: one check at a time uses the GPU."""
+STAGES_WITH_TURNS = ("B", "C")
+"""Stages whose checks wait for their turn after their imports, which take 14 s on such machines."""
 NCCL_STAGES = ("D",)
 """Stages that replace torch's NCCL by `.whl/nccl.xz`: ranks share one GPU."""
 
@@ -134,14 +141,17 @@ class Running:
 
     Attributes:
         token: the value of `_TOKEN` in the environment of its processes.
-        end: time (monotonic) when they are killed.
+        turn: the file of `_TURN`.
+        begin: time (monotonic) when its turn began.
+        end: time when they are killed.
     """
 
     check: Check
     token: str
-    begin: float
-    end: float
+    turn: Path
     child: subprocess.Popen[bytes]
+    begin: float = 0.0
+    end: float = 0.0
 
 
 @dataclass
@@ -152,11 +162,17 @@ class Session:
     out: Path
     end: float
     is_rehearsal: bool
+    patience: float
+    """Factor of the limits."""
+    cases: str
+    """Flags that choose cases of the checks, or nothing."""
     scratch: Path
     environment: dict[str, str]
     about: dict[str, Any]
     found: list[dict[str, Any]] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
+    waiting: list[Running] = field(default_factory=list)
+    """Started checks whose turn has not begun: at most one."""
 
     def log_of(self, name: str) -> Path:
         """Return the file with the output of a check."""
@@ -182,34 +198,52 @@ class Session:
                 logs.write(ends_of(self.log_of(str(each["check"]))))
         os.replace(partial, self.out / f"{self.stage}.log.gz")
 
-    def start(self, check: Check) -> None:
-        """Start a check's processes in their own process group."""
+    def start(self, check: Check) -> Running:
+        """Start a check's processes in their own process group; they wait for their turn."""
         command = (check.rehearsal if self.is_rehearsal else "") or check.command
         command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
-        # Figures of a rehearsal are meaningless, and its machine is busy with other work.
-        limit_s = check.limit_s * (_REHEARSAL_LIMITS if self.is_rehearsal else 1)
+        command += self.cases
         token = f"{os.getpid()}-{time.monotonic_ns()}"
+        turn = self.scratch / f"{token}.turn"
         with self.log_of(check.name).open("wb") as log:
             child = subprocess.Popen(
                 ["bash", "-c", command], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
-                env=self.environment | {_TOKEN: token},
+                env=self.environment | {_TOKEN: token, _TURN: str(turn)},
             )  # fmt: skip
-        begin = time.monotonic()
-        end = min(begin + limit_s, self.end)
-        self.running.append(Running(check, token, begin, end, child))
+        return Running(check, token, turn, child)
 
-    def run_group(self, checks: Sequence[Check]) -> None:
-        """Run checks at the same time, and record each result when its check ends."""
+    def begin_turn(self, each: Running) -> None:
+        """Let a started check use the GPU, from now until its limit."""
+        each.begin = time.monotonic()
+        each.end = min(each.begin + each.check.limit_s * self.patience, self.end)
+        partial = each.turn.with_suffix(".partial")
+        partial.write_text(str(each.end), encoding="ascii")
+        os.replace(partial, each.turn)
+        self.running.append(each)
+
+    def run_group(self, checks: Sequence[Check], following: Check | None = None) -> None:
+        """Run checks at the same time, and record each result when its check ends.
+
+        Args:
+            following: the next check, which starts now and waits for its turn.
+        """
+        waiting = {each.check.name: each for each in self.waiting}
+        self.waiting = []
         for check in checks:
-            left = self.end - time.monotonic()
+            left, started = self.end - time.monotonic(), waiting.get(check.name)
             if left < min(check.limit_s, _LEAST_S):
+                if started is not None:
+                    kill_all(started)
                 self.note(check.name, "no time")
                 continue
             try:
-                self.start(check)
+                self.begin_turn(started or self.start(check))
             except OSError as error:
                 self.note(check.name, f"not started: {error}")
+        if following is not None:
+            with suppress(OSError):  # it is started again at its turn
+                self.waiting = [self.start(following)]
         while self.running:
             for each in list(self.running):
                 status = each.child.poll()
@@ -227,6 +261,8 @@ class Session:
 
     def stop(self, signal_number: int, _frame: object) -> None:
         """Kill the running checks and exit, when this process receives a signal."""
+        for each in self.waiting:
+            kill_all(each)
         for each in self.running:
             self.close(each, f"runner ended by signal {signal_number}")
         print_table(self)
@@ -311,8 +347,13 @@ def output_of(*command: str, limit_s: float = 5.0) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit from git, else from `.whl/commit`, which `make gpu-wheels` writes."""
-    return output_of("git", "rev-parse", "HEAD") or output_of("cat", ".whl/commit")
+    """Return the commit of these files.
+
+    A machine may have the files of a newer commit than its git knows; `make gpu-wheels` writes the
+    newer commit to `.whl/commit`.
+    """
+    known, carried = output_of("git", "rev-parse", "HEAD"), output_of("cat", ".whl/commit")
+    return carried if carried and output_of("git", "status", "--porcelain") != "" else known
 
 
 def gpus() -> list[dict[str, str]]:
@@ -390,7 +431,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--only", action="append", default=[], help="name of a check; repeatable")
+    parser.add_argument("--cases", nargs="+", default=[], help="cases of the checks of --only")
     found = parser.parse_args(argv)
+    if found.cases and not found.only:
+        parser.error("--cases needs --only")
     unknown = {*found.only} - {each.name for each in STAGES[found.stage]}
     if unknown:
         parser.error(f"stage {found.stage} has no check {sorted(unknown)}")
@@ -426,14 +470,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         wheels, about["wheels"] = {}, f"{type(error).__name__}: {error}"
     if uses_nccl and flags.stage in NCCL_STAGES:
         about["shared NCCL"] = choose_nccl(shared=True)
-    session = Session(flags.stage, flags.out, end, flags.rehearse, scratch,
+    # Figures of a rehearsal are meaningless, and its machine is busy with other work.
+    patience = _REHEARSAL_LIMITS if flags.rehearse else max(1.0, flags.seconds / STAGE_S)
+    cases = f" --only {shlex.join(flags.cases)}" if flags.cases else ""
+    session = Session(flags.stage, flags.out, end, flags.rehearse, patience, cases, scratch,
                       environment(flags.out, scratch, wheels, rehearse=flags.rehearse),
                       about)  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, session.stop)
     chosen = [each for each in STAGES[flags.stage] if not flags.only or each.name in flags.only]
+    has_turns = flags.stage in STAGES_WITH_TURNS
+    following = [*chosen[1:], None] if has_turns else [None] * len(chosen)
     for group in groups(chosen):
-        session.run_group(group)
+        session.run_group(group, following[chosen.index(group[-1])])
     about["gpus at the end"] = gpus()
     session.write()
     if uses_nccl:

@@ -15,6 +15,7 @@ recompute are filled with the fastest choice that fits. `score` ignores measured
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,17 +37,19 @@ from megatron_lattice.planner.predictor import (
     write_scores,
 )
 from megatron_lattice.planner.scaling import ScalingFlags
+from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import (
     choice_figures,
     cross_validated,
-    family_folds,
     family_of,
     group_names,
+    interval_limits,
+    layout_names,
     measured_rows,
     memory_figures,
     random_folds,
+    source_folds,
 )
-from megatron_lattice.planner.workload import read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,10 @@ class SearchFlags:
     --save in it."""
     pictures: Path | None = flag(None, metavar="DIR")
     """Write search.png, step.png and roofline.png."""
+    free_layout: bool = False
+    """Search the sizes that a file of the run fixes, too."""
+    details: bool = False
+    """Print the parts of the step, and why other layouts lost."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -124,30 +131,39 @@ def score(flags: ScoreFlags) -> int:
 
 
 def evaluate(flags: EvaluateFlags) -> int:
-    """Print the errors against measured times and memory, for each file."""
+    """Print the errors against measured times and memory, for each file and kind of model."""
     tables = [read_rows(path) for path in flags.rows]
     rows, predictor = [row for table in tables for row in table], load_predictor()
     measured = measured_rows(rows)
-    families = [family_of(row) for row in rows]
-    groups = group_names(rows)
-    within = cross_validated(measured, predictor.hardware, random_folds(families))
-    whole = cross_validated(measured, predictor.hardware, family_folds(families))
+    families = np.array([family_of(row) for row in rows])
+    groups, layouts = np.array(group_names(rows)), np.array(layout_names(rows))
+    within = cross_validated(measured, predictor.hardware, random_folds(families.tolist()))
+    whole = cross_validated(measured, predictor.hardware, source_folds(rows))
     predictions = {
-        "calibrated, model": predictor.modelled_seconds(measured.workloads),
-        "calibrated, corrected": predictor.seconds(measured.workloads),
-        "5 folds at random, model": within.modelled,
-        "5 folds at random, corrected": within.corrected,
-        "5 folds of families, model": whole.modelled,
-        "5 folds of families, corrected": whole.corrected,
-    }
-    start = 0
-    for path, table in zip(flags.rows, tables, strict=True):
-        mine = slice(start, start + len(table))
-        start += len(table)
+        "calibrated, model": (predictor.modelled_seconds(measured.workloads), None),
+        "calibrated": (
+            predictor.seconds(measured.workloads), predictor.interval(measured.workloads)
+        ),
+        "folds at random, model": (within.modelled, None),
+        "folds at random": (within.corrected, within.interval),
+        "folds of sources, model": (whole.modelled, None),
+        "folds of sources": (whole.corrected, whole.interval),
+    }  # fmt: skip
+    of_file = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    kinds = {"dense": ~measured.workloads.is_moe, "experts": measured.workloads.is_moe}
+    for number, path in enumerate(flags.rows):
         print(f"{path.name}\n{TITLES}")
-        for title, predicted in predictions.items():
-            found = figures(predicted[mine], measured.step_s[mine], families[mine], groups[mine])
-            print(found.line(title))
+        for (title, (predicted, off)), (kind, is_kind) in itertools.product(
+            predictions.items(), kinds.items()
+        ):
+            mine = np.flatnonzero((of_file == number) & is_kind)
+            if not len(mine):
+                continue
+            found = figures(
+                predicted[mine], measured.step_s[mine], families[mine].tolist(),
+                groups[mine].tolist(), layouts[mine].tolist(), None if off is None else off[mine],
+            )  # fmt: skip
+            print(found.line(f"{title}, {kind}"))
     print(choice_figures(rows, predictor).line())
     accepted, errors = memory_figures(rows, predictor)
     print(f"accepted by memory: {100 * accepted:.1f}% of {len(rows)} rows")
@@ -162,7 +178,10 @@ def evaluate(flags: EvaluateFlags) -> int:
 def calibrate(flags: CalibrateFlags) -> int:
     """Fit and save constants and correction."""
     rows = [row for path in flags.rows for row in read_rows(path)]
-    fitted = fit_predictor(measured_rows(rows), load_hardware())
+    measured, hardware = measured_rows(rows), load_hardware()
+    folds = source_folds(rows), random_folds([family_of(row) for row in rows])
+    limits = interval_limits(measured, [cross_validated(measured, hardware, f) for f in folds])
+    fitted = fit_predictor(measured, hardware.with_constants(limits))
     names = ", ".join(path.name for path in flags.rows)
     save_constants(fitted.hardware, f"fitted to {len(rows)} measured steps ({names})")
     fitted.correction.save()
@@ -177,7 +196,13 @@ def search(flags: SearchFlags) -> int:
     cluster = Cluster(
         flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s, flags.calibrate
     )
-    searched = search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py")
+    searched = search_command(
+        flags.flags_of_training,
+        cluster,
+        script="pretrain_gpt.py",
+        has_free_layout=flags.free_layout,
+        has_details=flags.details,
+    )
     print(searched.text)
     if flags.pictures is not None:
         from megatron_lattice.planner.pictures import draw_search

@@ -33,7 +33,8 @@ NOTHING = "**No line of this project has run on a GPU yet**, so there is no figu
 MACHINE = ("python", "torch", "triton", "transformers", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
 
 Result = dict[str, Any]
-"""One file: card, commit, date, machine, stages (stage -> checks), planner."""
+"""One file: card, commit, date, begin of its first stage, machine, stages (stage -> checks),
+planner."""
 
 
 def join(directory: Path, into: Path = RESULTS) -> list[Path]:
@@ -55,12 +56,13 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
         known = sorted(into.glob(f"20*-{slug}-{commit}.json"))
         path = known[0] if known else into / f"{str(stage['began'])[:10]}-{slug}-{commit}.json"
         result: Result = {
-            "card": card, "commit": commit, "date": path.name[:10],
+            "card": card, "commit": commit, "date": path.name[:10], "began": stage["began"],
             "machine": {name: stage.get(name) for name in MACHINE}, "stages": {},
         }  # fmt: skip
         if known:
             result = json.loads(path.read_text("utf-8"))
-        result["stages"][stage["stage"]] = stage["checks"]
+        found = [check | {"rows": with_estimates(check["rows"])} for check in stage["checks"]]
+        result["stages"][stage["stage"]] = found
         result["planner"] = _planner(result)
         text = json.dumps(result, indent=0) + "\n"
         if len(text) > MOST_BYTES:
@@ -88,8 +90,42 @@ def _planner(result: Result) -> list[dict[str, Any]]:
 
 def results(folder: Path = RESULTS) -> list[Result]:
     """Return the joined files, the newest first."""
-    paths = sorted(folder.glob("20*.json"), reverse=True)
-    return [json.loads(path.read_text("utf-8")) for path in paths]
+    found = [json.loads(path.read_text("utf-8")) for path in folder.glob("20*.json")]
+    return sorted(found, key=lambda result: str(result["began"]), reverse=True)
+
+
+def by_card(found: Sequence[Result]) -> list[Result]:
+    """Return one result for each card: the newest rows of each check and of each case.
+
+    Args:
+        found: the newest first. A row of a case or variant gets the commit that it ran at.
+    """
+    cards: dict[str, Result] = {}
+    for result in reversed(found):
+        card = cards.setdefault(result["card"], {"stages": {}, "planner": [], "commits": ()})
+        commits = (*card["commits"], result["commit"])
+        card |= {k: v for k, v in result.items() if k not in card or k in ("date", "machine")}
+        card |= {"commits": commits, "planner": result["planner"] or card["planner"]}
+        for stage, check in checks(result):
+            known = {each["check"]: each for each in card["stages"].get(stage, ())}
+            known[check["check"]] = _newest(known.get(check["check"]), check, result["commit"])
+            card["stages"][stage] = [*known.values()]
+    return [*cards.values()]
+
+
+def _newest(old: dict[str, Any] | None, new: dict[str, Any], commit: str) -> dict[str, Any]:
+    """Return a check with the newest row of each case or variant."""
+    if new["status"] == "no time" and old is not None:
+        return old
+    rows = {}
+    for check, at in ((old or {"rows": []}, {}), (new, {"commit": commit})):
+        for row in check["rows"]:
+            if name := row.get("case") or row.get("variant"):
+                rows[name] = row | at
+    if not rows:
+        return new
+    has_passed = all(row.get("ok") for row in rows.values())
+    return new | {"rows": [*rows.values()], "status": 0 if has_passed else new["status"]}
 
 
 def checks(result: Result) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -113,6 +149,23 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
     ]
 
 
+def with_estimates(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of variants with the estimates of their memory, and all other rows."""
+    found = {row["estimate of"]: row["dry run GiB"] for row in rows if "estimate of" in row}
+    return [
+        row | ({"dry run GiB": found[row["variant"]]} if row.get("variant") in found else {})
+        for row in rows
+        if "estimate of" not in row
+    ]
+
+
+def estimate_of_step(result: Result, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the cell with the estimated memory of our step: it is the step of "base"."""
+    bases = [each for each in rows_of(result, "variants") if each.get("variant") == "base"]
+    is_known = row["step"] == "ours" and bases and row.get("dry run GiB") is None
+    return {"dry run GiB": bases[-1].get("dry run GiB")} if is_known else {}
+
+
 def cell(value: object) -> str:
     """Return a value as text for a table."""
     if isinstance(value, list):
@@ -132,31 +185,53 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Iterator[st
 
 STEP = ("step", "ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MFU %", "peak GiB", "dry run GiB")
 VARIANT = ("variant", "ms", "tokens/s", "MFU %", "peak GiB", "dry run GiB", "error")
-KERNEL = ("kernel", "by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
+KERNEL = ("kernel", "by", "timed by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
           "both passes, % of a copy", "both passes, TFLOP/s", "error")  # fmt: skip
 
 
-def summary(result: Result) -> Iterator[str]:
-    """Yield the passed and failed checks on one card, and the speed of the step."""
-    machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items() if v)
-    yield f"**{result['card']}**, commit `{result['commit']}`, {result['date']} ({machine}):"
-    yield ""
+def headline(result: Result) -> Iterator[str]:
+    """Yield how many checks and cases passed on one card, and the speed of the step."""
+    groups = outcomes(result)
+    parts = []
+    for what, bad in (("passed", "failed"), ("paths that ran", "paths that failed"),
+                      ("layouts that ran", "layouts that failed")):  # fmt: skip
+        good = len(groups.get(what, ()))
+        parts.append(f"{good} of {good + len(groups.get(bad, ()))} {what.split()[0]}")
+    text = ", ".join(parts).replace("passed", "checks")
+    yield f"**{result['card']}**, {result['date']}: {text} passed; [GPUs](docs/gpu.md) names them."
+    yield from step_table(result)
+
+
+def outcomes(result: Result) -> dict[str, list[str]]:
+    """Return kind -> names of the checks, paths and layouts that passed and failed."""
     groups: dict[str, list[str]] = {"passed": [], "failed": [], "did not run": []}
     for stage, check in checks(result):
         status = check["status"]
         kind = "passed" if status == 0 else "did not run" if status == "no time" else "failed"
         why = f" ({status})" if kind == "failed" else ""
         groups[kind].append(f"{stage} {check['check']}{why}")
-    for what, kinds in (("paths", ("paths",)), ("layouts", ("layouts",))):
-        rows = [row for row in rows_of(result, *kinds) if "case" in row]
+    for what in ("paths", "layouts"):
+        rows = [row for row in rows_of(result, what) if "case" in row]
         groups[f"{what} that ran"] = [_case(row) for row in rows if row["ok"]]
         groups[f"{what} that failed"] = [_case(row) for row in rows if not row["ok"]]
-    for kind, names in groups.items():
-        if names:
-            yield f"- {kind}: {'; '.join(names)}"
+    return {kind: names for kind, names in groups.items() if names}
+
+
+def summary(result: Result) -> Iterator[str]:
+    """Yield the passed and failed checks on one card, and the speed of the step."""
+    machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items() if v)
+    commits = ", ".join(f"`{commit}`" for commit in result["commits"])
+    yield f"**{result['card']}**, {result['date']} ({machine}); newest results of {commits}:"
+    yield ""
+    yield from (f"- {kind}: {'; '.join(names)}" for kind, names in outcomes(result).items())
+    yield from step_table(result)
+
+
+def step_table(result: Result) -> Iterator[str]:
+    """Yield the table of the steps of stage B."""
     rows = [row for name in ("ours", "plain", "ours again", "hf-liger", "megatron-core")
             for row in rows_of(result, name, passed=True) if "ms" in row]  # fmt: skip
-    yield from table(rows, STEP)
+    yield from table([row | estimate_of_step(result, row) for row in rows], STEP)
 
 
 def _case(row: dict[str, Any]) -> str:
@@ -175,6 +250,7 @@ def details(result: Result) -> Iterator[str]:
     for key, columns in shown:
         rows = rows_of(result, "profile", "variants", "kernels", passed=key != "variant")
         rows = [row for row in rows if next(iter(row)) == key and "not run" not in row]
+        rows = [row for row in rows if key != "kernel" or "by" in row]
         yield from table(rows, columns)
     plans = [row for row in result["planner"] if "plan of" in row]
     yield from table(plans, ("plan of", "ms", "planned ms", "after calibration ms"))
@@ -182,11 +258,12 @@ def details(result: Result) -> Iterator[str]:
 
 def block(found: Sequence[Result], lines: Callable[[Result], Iterable[str]]) -> str:
     """Return the text between the marks of a page."""
-    return "\n\n".join("\n".join(lines(result)) for result in found) if found else NOTHING
+    cards = by_card(found)
+    return "\n\n".join("\n".join(lines(card)) for card in cards) if cards else NOTHING
 
 
 PAGES: dict[str, Callable[[Result], Iterable[str]]] = {
-    "README.md": summary,
+    "README.md": headline,
     "docs/gpu.md": details,
 }
 

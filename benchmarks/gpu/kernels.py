@@ -9,16 +9,19 @@ A row has the milliseconds of the forward pass and of both passes. Memory-bound 
 the bytes that no implementation can avoid, and their share of the rate of a copy; other cases have
 TFLOP/s. The candidates are the entries of our kernel tables, torch, torch.compile, Liger and
 cut-cross-entropy. If a candidate fails, only its row is lost.
+
+A call is captured in a graph, which is replayed between two events: so the time is the device's and
+not the host's, which starts a small kernel more slowly than the device runs it. If the capture is
+refused, calls are queued behind a pause of the device; the row has the way as `timed by`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +31,9 @@ from torch import Tensor, nn
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row
 from benchmarks.plain_gpt import Sizes, rotate_half
+from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.foundation import device
+from megatron.core.foundation.device_graph import DeviceGraph, MemoryPool, warm_up
 from megatron.core.foundation.optional_imports import require
 from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
 from megatron.core.kernels import triton_kernels
@@ -44,9 +49,12 @@ from megatron.core.kernels.rotary import ROTARY
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, RowStatistics, Targets
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.low_precision.scaling import SCALED_CAST
+from megatron.core.optimizer.definitions.adam import update_fp32
+from megatron.core.optimizer.gradient_norm import SPAN_SQUARES, Segments
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.vocab_embedding import ROW_SUMS
 
 Call = Callable[[], object]
@@ -55,6 +63,13 @@ EPSILON = 1e-5
 WIDE_EXPERTS = (128, 8, 2048, 768)
 """Experts, experts per token, hidden size and width of fine-grained experts (Qwen3-30B-A3B)."""
 TINY_EXPERTS = (4, 2, 32, 16)
+_WARM_UP = 3
+_ROUNDS = 3
+_ROUND_MS = 8.0
+_PAUSE_CYCLES = 20_000_000
+"""10 ms of an H100, in which the host queues calls."""
+_CASE_S, _COMPILED_S = 3.0, 8.0
+"""Seconds that the candidates of a case may take; torch.compile takes the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +82,6 @@ class Flags:
     """Cases to run. Default: all."""
     once: bool = False
     """Run the softmax, RMSNorm and SwiGLU of Triton once, without a clock."""
-    seconds: float = 1e9
-    """Start no case after this time."""
 
 
 @dataclass(frozen=True)
@@ -162,25 +175,37 @@ class Bench:
         except Exception as error:  # some libraries fail during import
             return Candidate(name, f"{type(error).__name__}: {str(error)[:80]}")
 
-    def milliseconds(self, call: Call) -> float:
-        """Return the median time of a call on the device."""
-        rounds = 1 if self.is_rehearsal else 10
-        for _ in range(0 if self.is_rehearsal else 3):
+    def milliseconds(self, call: Call) -> tuple[float, str]:
+        """Return the median time of a call on the device, and "graph" or "calls"."""
+        if self.where.type == "cpu":
+            begin_s = time.perf_counter()
             call()
-        found = []
-        for _ in range(rounds):
-            if self.where.type == "cpu":
-                begin_s = time.perf_counter()
-                call()
-                found.append(1e3 * (time.perf_counter() - begin_s))
-                continue
-            begin, end = (torch.Event(self.where, enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end))
-        return statistics.median(found)
+            return 1e3 * (time.perf_counter() - begin_s), "calls"
+        warm_up(call, _WARM_UP)
+        run, how = call, "graph"
+        try:
+            graph = DeviceGraph(MemoryPool())
+            graph.capture(call)  # type: ignore[arg-type]
+            run = graph.replay
+        except Exception as error:  # torch raises exceptions of several types
+            print(f"no graph: {type(error).__name__}: {str(error).splitlines()[:1]}"[:300])
+            how = "calls"
+        once_ms = self.elapsed_ms(run, 1)
+        count = max(1, min(50, round(_ROUND_MS / max(once_ms, 1e-3))))
+        return statistics.median(self.elapsed_ms(run, count) for _ in range(_ROUNDS)), how
+
+    def elapsed_ms(self, run: Call, count: int) -> float:
+        """Return the time of one of `count` calls between two events."""
+        begin, end = (torch.Event(self.where, enable_timing=True) for _ in range(2))
+        pause = getattr(torch.get_device_module(self.where.type), "_sleep", None)
+        if pause is not None:
+            pause(_PAUSE_CYCLES)
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
 
 
 def norm(bench: Bench) -> Case:
@@ -209,11 +234,7 @@ def added_norm(bench: Bench) -> Case:
 
         return added
 
-    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> object:
-        total = residual + x
-        return total, torch_rms_norm(total, weight, EPSILON)
-
-    candidates = [*bench.table(ADDED_NORM, needs=("training",), call=call), bench.compiled(plain)]
+    candidates = bench.table(ADDED_NORM, needs=("training",), call=call)
     return Case(candidates, (x, residual, weight), 4 * n, 4 * n)
 
 
@@ -316,16 +337,13 @@ def head_and_loss(bench: Bench) -> Case:
             logits, labels, tp_group=tp, overwrite_logits=True
         ).mean()
 
-    def plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).float(), labels)
-
     def liger(module: Any) -> Callable[..., object]:
         loss = module.LigerFusedLinearCrossEntropyLoss()
         return lambda x, weight, labels: loss(weight, x, labels)
 
     candidates = [
         Candidate("ours", ours),
-        bench.compiled(plain),
+        Candidate("ours, fused", lambda x, w, labels: linear_cross_entropy(x, w, labels).mean()),
         bench.library("liger", "liger_kernel.transformers", liger),
         bench.library("cut-cross-entropy", "cut_cross_entropy", lambda m: m.linear_cross_entropy),
     ]
@@ -341,7 +359,7 @@ def attention(bench: Bench) -> Case:
     key, value = (bench.random(z.sequence, bench.batch, z.num_kv_heads, d) for _ in range(2))
     options = AttentionOptions(scale=d**-0.5, mask=MaskSpec((-1, 0)))
     candidates = [
-        each
+        replace(each, is_slow_to_compile=each.name == "flex")
         for each in bench.table(ATTENTION, call=lambda run: lambda q, k, v: run(q, k, v, options))
         if each.name not in ("unfused", "blockwise")  # they take minutes, or store all scores
     ]
@@ -401,9 +419,36 @@ def adam(bench: Bench) -> Case:
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     update = triton_kernels.deferred("adam", "update_blocks")
     reason = triton_kernels.missing()
-    ours = Candidate("triton", reason or (lambda: update(
+    stored = Candidate("triton, state as it is stored", reason or (lambda: update(
         main.grad, weight, tuple(columns), (0, 0, 0), 0, 1, 1.0, settings, True)))  # fmt: skip
-    return Case([ours, Candidate("torch, fused, and a copy", torchs)], (), 30.0 * count)
+
+    def formula(main: Tensor, grad: Tensor, m: Tensor, v: Tensor, weight: Tensor) -> None:
+        m.mul_(0.9).add_(grad, alpha=0.1)
+        v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+        main.mul_(1 - 1e-5).addcdiv_(m / (1 - 0.9), (v / (1 - 0.999)).sqrt() + 1e-8, value=-1e-3)
+        weight.copy_(main)
+
+    step, refused = (torch.full((), value, device=bench.where) for value in (1.0, 0.0))
+    moments, group = [torch.zeros_like(main) for _ in range(2)], optimizer.param_groups[0]
+    one_pass = Candidate("triton", reason or (lambda: update_fp32(
+        main.grad, main, *moments, weight, step, (step, refused), group, True)))  # fmt: skip
+    compiled = bench.compiled(formula)
+    assert not isinstance(compiled.run, str)
+    state = main.detach(), main.grad, *(torch.zeros_like(main.detach()) for _ in range(2)), weight
+    candidates = [
+        one_pass,
+        stored,
+        Candidate("torch, fused, and a copy", torchs),
+        replace(compiled, run=functools.partial(compiled.run, *state)),
+    ]
+    return Case(candidates, (), 30.0 * count)
+
+
+def squares(bench: Bench) -> Case:
+    """The sum of squares of 2^28 elements of a gradient, read once."""
+    flat = torch.randn(2**12 if bench.is_rehearsal else 2**28, device=bench.where)
+    segments = Segments.of(ShardSpan(flat, [], [flat.numel() // 128]))
+    return Case(bench.table(SPAN_SQUARES), (flat, segments, False), 4.0 * flat.numel())
 
 
 def rounding(bench: Bench) -> Case:
@@ -462,6 +507,7 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "residual and RMSNorm": added_norm,
     "rotation": rotation,
     "Adam": adam,
+    "gradient norm": squares,
     "passes of the cross entropy": loss_passes,
     "attention": attention,
     "expert products": expert_products,
@@ -472,6 +518,8 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "head and loss": head_and_loss,
 }
 """In order of importance: there may be no time for the last cases."""
+COMPILED = ("cross entropy", "RMSNorm", "gated", "rotation", "Adam", "attention")
+"""Cases with candidates that are slow to compile: after all other candidates, in this order."""
 
 
 def both_passes(run: Callable[..., object], inputs: Sequence[Any]) -> Call:
@@ -502,10 +550,12 @@ def measure(bench: Bench, name: str, case: Case, copy_rate: float, *, slow: bool
             continue
         try:
             run = each.run
-            forward = bench.milliseconds(lambda run=run: run(*case.inputs))
+            forward, row["timed by"] = bench.milliseconds(lambda run=run: run(*case.inputs))
             row |= rates(row, "", forward, case.forward_bytes, case.forward_flops, copy_rate)
             if any(isinstance(x, Tensor) and x.requires_grad for x in case.inputs):
-                both = bench.milliseconds(both_passes(run, case.inputs))
+                both, way = bench.milliseconds(both_passes(run, case.inputs))
+                if way != row["timed by"]:
+                    row["both passes, timed by"] = way
                 moved = case.forward_bytes + case.backward_bytes
                 flops = case.forward_flops + case.backward_flops
                 row |= rates(row, "both passes, ", both, moved, flops, copy_rate)
@@ -529,7 +579,7 @@ def rate_of_a_copy(bench: Bench) -> float:
     """Return the bytes per second that a copy within the device reads and writes."""
     source = torch.zeros(2**12 if bench.is_rehearsal else 2**28, device=bench.where)
     target = torch.empty_like(source)
-    return 2e3 * 4 * source.numel() / bench.milliseconds(lambda: target.copy_(source))
+    return 2e3 * 4 * source.numel() / bench.milliseconds(lambda: target.copy_(source))[0]
 
 
 def once(bench: Bench) -> None:
@@ -550,7 +600,7 @@ def main() -> None:
     """Measure the cases one after the other."""
     prog = "python -m benchmarks.gpu.kernels"
     options = read_command_line(Flags, prog=prog, description=__doc__)
-    where, begin = workload.choose_device(options.rehearse), time.monotonic()
+    where = workload.choose_device(options.rehearse)
     work = workload.workload(options.rehearse)
     bench = Bench(work.sizes, work.micro_batch, where, options.rehearse)
     if options.once:
@@ -559,8 +609,10 @@ def main() -> None:
     copy_rate = rate_of_a_copy(bench)
     workload.print_row({"kernel": "copy", "GB/s": round(1e-9 * copy_rate)})
     names = options.only or tuple(CASES)
-    for slow, name in itertools.product((False, True), names):
-        if time.monotonic() - begin > options.seconds:
+    turns = [(name, False) for name in names]
+    turns += [(name, True) for name in COMPILED if name in names]
+    for name, slow in turns:
+        if workload.seconds_left() < (_COMPILED_S if slow else _CASE_S):
             workload.print_row({"kernel": name, "compiled": slow, "not run": "no time was left"})
             continue
         try:

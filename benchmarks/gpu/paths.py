@@ -21,6 +21,7 @@ from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, run_cases
 from benchmarks.gpu.layouts import MODELS
 from benchmarks.gpu.small_models import EXPECTED, STEPS, Claim, choose_cpu, run_claims, words_of
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 _DTYPES = {"fp32": "", "bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
 PATHS = {
@@ -59,16 +60,18 @@ class Flags:
 
     rehearse: bool = False
     """Run on the CPU."""
+    only: tuple[str, ...] = flag((), choices=PATHS)
+    """Names of cases. Default: all."""
     record: bool = False
     """Run the cases and layouts in fp32 on the CPU, and write their losses."""
 
 
-def claims(*, on_cpu: bool) -> list[Claim]:
-    """Return each case with its expected loss."""
+def claims(names: Sequence[str], *, on_cpu: bool) -> list[Claim]:
+    """Return cases with their expected losses."""
     return [
         Claim(case=_case(name, f"{text} {_DTYPES[dtype]}", on_cpu=on_cpu),
               expected=name, dtype=dtype, about={"dtype": dtype})
-        for name, (dtype, text) in PATHS.items()
+        for name, (dtype, text) in PATHS.items() if name in names
     ]  # fmt: skip
 
 
@@ -120,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         EXPECTED.write_text(json.dumps(losses_now(), indent=1) + "\n", encoding="utf-8")
         return 0
     at_once = 2 if options.rehearse else _AT_ONCE
-    held = run_claims(claims(on_cpu=options.rehearse), ranks_at_once=at_once, limit_s=_LIMIT_S,
-                      whole_limit_s=_WHOLE_S)  # fmt: skip
+    chosen = claims(options.only or [*PATHS], on_cpu=options.rehearse)
+    held = run_claims(chosen, ranks_at_once=at_once, limit_s=_LIMIT_S, whole_limit_s=_WHOLE_S)
     return 0 if held else 1
 
 

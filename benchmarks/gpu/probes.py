@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -82,11 +83,13 @@ class Bench:
         """Return the names of the kernels that a call starts; on the CPU, of its operations."""
         on_cpu = self.device.type == "cpu"
         wanted = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+        where = DeviceType.CPU if on_cpu else DeviceType.CUDA  # host calls are events too
         call()
         with profile(activities=[wanted]) as trace:
             call()
             device.synchronize()
-        return sorted({str(event.name)[:70] for event in trace.events() or []})[:4]
+        events = [event for event in trace.events() or [] if event.device_type == where]
+        return sorted({str(event.name)[:70] for event in events})[:4]
 
 
 def machine(bench: Bench) -> Iterator[Row]:

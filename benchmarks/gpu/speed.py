@@ -3,8 +3,7 @@
     python -m benchmarks.gpu.speed                # on the GPU of this machine
     python -m benchmarks.gpu.speed --rehearse     # a tiny model on the CPU
 
-Prints one row: time, tokens/s, TFLOP/s, MFU, peak memory and its estimate by `--dry-run`, and the
-clocks before and after.
+Prints one row: time, tokens/s, TFLOP/s, MFU, peak memory, and the clocks before and after.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pretrain_gpt
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
 from megatron.core.settings.command_line import read_command_line
-from megatron.training.config.resolved import ResolvedRun
 from megatron.training.reports import STEP_TIME, read_run
 from megatron.training.setup.traced_memory import UntraceableStepError, memory_of_stages
 from megatron.training.setup.traced_rank import ModelScript
@@ -27,6 +26,7 @@ from megatron_lattice.planner.memory import GIB
 from megatron_lattice.planner.search_command import run_of_words
 
 LOSS = "lm loss"
+THROUGHPUT = "throughput"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,6 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
     """
     metrics = folder / "metrics.jsonl"
     more = ["--log-throughput", "--metrics-jsonl", str(metrics)]
-    import pretrain_gpt
-
     sys.argv = ["pretrain_gpt.py", *words, *more]
     try:
         pretrain_gpt.main()
@@ -76,42 +74,53 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
     return {name: list(curve.values) for name, curve in read_run(metrics).series.items()}
 
 
-def estimated_bytes(run: ResolvedRun) -> float | None:
-    """Return a rank's peak memory from the traced step, as `--dry-run` prints it.
+def estimated_gib(work: Workload, more: Sequence[str] = ()) -> float | None:
+    """Return the peak memory of `work` with more flags from the traced step, as `--dry-run` does.
 
     None if the step cannot be traced.
     """
-    import pretrain_gpt
-
+    run = run_of_words([*words_of(work), *more], 1)
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     try:
-        return max(stage.peak_bytes for stage in memory_of_stages(run, script))
-    except UntraceableStepError:
+        peak = max(stage.peak_bytes for stage in memory_of_stages(run, script))
+    except UntraceableStepError as error:
+        print(error)
         return None
+    return round(peak / GIB, 2)
 
 
-def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:
+def measure(
+    name: str,
+    work: Workload,
+    more: Sequence[str] = (),
+    *,
+    before: Row | None = None,
+    counts_flops: bool = False,
+) -> Row:
     """Train `work` with more flags and return its row.
 
+    Args:
+        before: `workload.clocks` before the run.
+        counts_flops: use the FLOPs that the program counts: the model is no Llama.
     Raises:
         RuntimeError: the run failed or its loss is not finite.
     """
-    words, before = [*words_of(work), *more], workload.clocks()
     with tempfile.TemporaryDirectory() as folder:
-        curves = train(words, Path(folder))
-    row = workload.step_row(
-        name, work, device.current_device(), curves[STEP_TIME], curves[LOSS][-1],
-        device.peak_memory_bytes(), before,
+        curves = train([*words_of(work), *more], Path(folder))
+    seconds = curves[STEP_TIME]
+    flops = 1e12 * curves[THROUGHPUT][-1] * seconds[-1] if counts_flops else None
+    return workload.step_row(
+        name, work, device.current_device(), seconds, curves[LOSS][-1],
+        device.peak_memory_bytes(), before or {}, flops,
     )  # fmt: skip
-    estimate = estimated_bytes(run_of_words(words, 1))
-    return row | {"dry run GiB": None if estimate is None else round(estimate / GIB, 2)}
 
 
 def main() -> None:
     """Measure and print."""
     options = read_command_line(Flags, prog="python -m benchmarks.gpu.speed", description=__doc__)
     workload.choose_device(options.rehearse)
-    workload.print_row(measure("ours", workload.workload(options.rehearse)))
+    work, before = workload.workload(options.rehearse), workload.clocks()
+    workload.print_row(measure("ours", work, before=before))
 
 
 if __name__ == "__main__":

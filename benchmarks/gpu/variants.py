@@ -4,8 +4,9 @@
     python -m benchmarks.gpu.variants --only base fp8     # some of them
     python -m benchmarks.gpu.variants --rehearse          # tiny models on the CPU
 
-A row has time, tokens/s, and peak memory with its estimate by `--dry-run`. Each variant is a fork
-(`forks.py`): if a variant runs out of memory, crashes or hangs, only its row is lost.
+A row has time, tokens/s, and peak memory. Afterwards `--dry-run` estimates the peak memory of all
+variants at the same time. Each variant is a fork (`forks.py`): if a variant runs out of memory,
+crashes or hangs, only its row is lost.
 `calibrated` compares the rows with the planner; `benchmarks.gpu.evidence` calls it afterwards.
 """
 
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks.gpu import workload
 from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, run_cases
-from benchmarks.gpu.speed import measure, words_of
+from benchmarks.gpu.speed import estimated_gib, measure, words_of
 from benchmarks.gpu.workload import Row, Workload
 from benchmarks.plain_gpt import Sizes
 from megatron.core.settings.command_line import read_command_line
@@ -42,15 +43,22 @@ from megatron_lattice.planner.step_command import predicted_step
 NO_TIME = "no time"
 """Problem of a case that `run_cases` had no time for."""
 OUT_OF_MEMORY = "out of memory"
+_ESTIMATES_S = 14.0
+"""Seconds that are kept for the estimates of all variants."""
 LLAMA_1B = Sizes(num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_size=8192,
                  vocab_size=128256, sequence=4096)  # fmt: skip
 WITH_EXPERTS = Sizes(num_layers=4, hidden_size=2048, num_heads=16, num_kv_heads=4, ffn_size=8 * 768,
                      vocab_size=128256, sequence=4096)  # fmt: skip
 """The total width of the 8 experts of a token determines the FLOPs."""
+HYBRID = replace(WITH_EXPERTS, num_layers=9)
+"""Four layers of Mamba-2, one of attention, four of experts."""
 FINE_GRAINED = (
     "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm"
     " --moe-router-load-balancing-type none"
 )
+_REHEARSED = (("experts 128", "experts 8"), ("size 768", "size 8"),
+              ("--hybrid", "--mamba-num-groups 1 --hybrid"))  # fmt: skip
+"""Parts of flags -> the parts for a tiny model."""
 _NAME, _REHEARSES = "LATTICE_VARIANT", "LATTICE_VARIANT_REHEARSES"
 
 
@@ -62,35 +70,42 @@ class Variant:
         flags: additional flags of `pretrain_gpt.py`.
         before: flags of an unmeasured run before it.
         environment: additional environment variables.
+        micro_batches: micro batches of a step. The optimizer's time depends on the weights alone:
+            variants with few FLOPs per weight have as many micro batches as stage B.
         is_plannable: the planner has constants for it; its row is used in the calibration.
+        counts_flops: see `speed.measure`.
     """
 
     name: str
     flags: str = ""
     micro_batch: int = 2
+    micro_batches: int = 2
     sequence: int = 4096
     sizes: Sizes | None = None
     environment: tuple[tuple[str, str], ...] = ()
     is_plannable: bool = False
+    counts_flops: bool = False
     before: str = ""
 
     def workload(self, is_rehearsal: bool) -> Workload:
-        """Return the variant's step: two micro batches."""
+        """Return the variant's step."""
         if is_rehearsal:
             sizes = workload.TINY.sizes
+            sizes = replace(sizes, num_layers=9) if self.sizes is HYBRID else sizes
         else:
             sizes = replace(self.sizes or Workload().sizes, sequence=self.sequence)
         steps = workload.WARM_UP_STEPS + (1 if is_rehearsal else 2)
         return Workload(
-            sizes=sizes, micro_batch=self.micro_batch, num_micro_batches=2, num_steps=steps
-        )
+            sizes=sizes, micro_batch=self.micro_batch, num_micro_batches=self.micro_batches,
+            num_steps=steps,
+        )  # fmt: skip
 
     def case(self, *, is_rehearsal: bool) -> Case:
         """Return the variant's runs."""
         texts = [self.before] * bool(self.before) + [self.flags]
         if is_rehearsal:
-            texts = [text.replace("experts 128", "experts 8").replace("size 768", "size 8")
-                     for text in texts]  # fmt: skip
+            for large, small in _REHEARSED:
+                texts = [text.replace(large, small) for text in texts]
         variables = {_NAME: self.name, _REHEARSES: "1" * is_rehearsal, **dict(self.environment)}
         runs = tuple(Run(words=tuple(text.split())) for text in texts)
         return Case(name=self.name, runs=runs, environment=variables)
@@ -98,23 +113,25 @@ class Variant:
 
 GRAPHS = "--cuda-graph-impl local"
 VARIANTS = (
-    Variant("base", is_plannable=True),
-    Variant("without Triton", environment=(("LATTICE_TRITON", "0"),)),
-    Variant("1 x 4096", micro_batch=1, is_plannable=True),
-    Variant("4 x 4096", micro_batch=4, is_plannable=True),
-    Variant("1 x 8192", micro_batch=1, sequence=8192, is_plannable=True),
-    Variant("fused head and loss", "--cross-entropy-loss-fusion"),
-    Variant("1B, 1 x 4096", micro_batch=1, sizes=LLAMA_1B, is_plannable=True),
-    Variant("1B, 1 x 4096, graphs", GRAPHS, micro_batch=1, sizes=LLAMA_1B),
-    Variant("1B, 4 x 4096", micro_batch=4, sizes=LLAMA_1B, is_plannable=True),
-    Variant("experts", FINE_GRAINED, sizes=WITH_EXPERTS),
+    Variant("1B, 1 x 4096, graphs", GRAPHS, micro_batch=1, micro_batches=8, sizes=LLAMA_1B),
+    Variant("experts", FINE_GRAINED, micro_batches=8, sizes=WITH_EXPERTS),
     Variant("fp8", "--fp8-format hybrid --fp8-recipe tensorwise"),
+    Variant("hybrid with experts", f"{FINE_GRAINED} --hybrid-layer-pattern MEMEM*EME",
+            micro_batches=8, sizes=HYBRID, counts_flops=True),
+    Variant("fused head and loss", "--cross-entropy-loss-fusion"),
+    Variant("1B, 1 x 4096", micro_batch=1, micro_batches=8, sizes=LLAMA_1B, is_plannable=True),
+    Variant("1B, 4 x 4096", micro_batch=4, sizes=LLAMA_1B, is_plannable=True),
+    Variant("graphs", GRAPHS),
     Variant("1B, 4 x 4096, LoRA", f"--lora-rank 16 --pretrained-checkpoint {FOLDER}/model",
             micro_batch=4, sizes=LLAMA_1B, before=f"--save {FOLDER}/model --no-save-optim"),
     Variant("deterministic", "--deterministic-mode"),
-    Variant("graphs", GRAPHS),
+    Variant("base", is_plannable=True),
+    Variant("without Triton", environment=(("LATTICE_TRITON", "0"),)),
+    Variant("4 x 4096", micro_batch=4, is_plannable=True),
+    Variant("1 x 8192", micro_batch=1, sequence=8192, is_plannable=True),
+    Variant("1 x 4096", micro_batch=1, is_plannable=True),
 )  # fmt: skip
-"""In order of importance: there may be no time for the last variants."""
+"""In order of importance: there may be no time for the last variants, which have run before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +142,28 @@ class Flags:
     """Run tiny models on the CPU."""
     only: tuple[str, ...] = flag((), choices=[each.name for each in VARIANTS])
     """Names of variants. Default: all."""
-    seconds: float = 1e9
-    """Start no variant after this time."""
     limit: float = 25.0
     """Limit of a variant in seconds; then it is killed."""
 
 
-def train_variant() -> None:
-    """Train and measure the variant named in the environment, and print its row."""
+def _of_environment() -> tuple[Variant, Workload]:
     name, is_rehearsal = os.environ[_NAME], bool(os.environ[_REHEARSES])
     variant = next(each for each in VARIANTS if each.name == name)
+    return variant, variant.workload(is_rehearsal)
+
+
+def estimate_variant() -> None:
+    """Print the estimated peak memory of the variant named in the environment."""
+    variant, work = _of_environment()
+    row: Row = {"estimate of": variant.name, "dry run GiB": estimated_gib(work, sys.argv[1:])}
+    workload.print_row(row)
+
+
+def train_variant() -> None:
+    """Train and measure the variant named in the environment, and print its row."""
+    variant, work = _of_environment()
     try:
-        row = measure(name, variant.workload(is_rehearsal), sys.argv[1:])
+        row = measure(variant.name, work, sys.argv[1:], counts_flops=variant.counts_flops)
     except Exception as error:
         traceback.print_exc()
         cause = error.__cause__ or error
@@ -149,10 +176,16 @@ def train_variant() -> None:
 def row_of(outcome: Outcome) -> Row:
     """Return the last row that a variant printed, or a row with the problem."""
     printed = [line for line in outcome.log.splitlines() if line.startswith("ROW: ")]
-    row: Row = {"variant": outcome.case.name}
+    row: Row = {"variant": outcome.case.name, "took s": outcome.seconds}
     if outcome.problem:
         row["not run" if outcome.problem == NO_TIME else "error"] = outcome.problem
     return row | (json.loads(printed[-1][5:]) if printed else {})
+
+
+def print_estimate(outcome: Outcome) -> None:
+    """Print the row of an estimate, or the end of its log; its failure fails no variant."""
+    rows = [line for line in outcome.log.splitlines() if line.startswith("ROW: ")]
+    print("\n".join(rows[-1:]) or outcome.log[-2000:], flush=True)
 
 
 def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
@@ -176,12 +209,15 @@ def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
 
 
 def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
-    """Return the runs among rows that the planner can predict."""
+    """Return the runs among rows that the planner can predict; not those of earlier sizes."""
     plannable = {each.name: each for each in VARIANTS if each.is_plannable}
     found = []
     for row in rows:
-        each = plannable.get(str(row["variant"]))
+        each = plannable.get(str(row.get("variant")))
         if each is not None and "ms" in row:
+            shape = workload.shape_of(each.workload(False))
+            if row.get("micro batches", shape) != shape:
+                continue
             run = run_of_words(words_of(each.workload(False)), 1)
             found.append(MeasuredRun(each.name, run, 1e-3 * float(str(row["ms"]))))
     return found
@@ -195,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["LATTICE_DEVICE"] = "cpu"
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")  # once, before the forks
+    workload.wait_for_turn()
     failed: list[Row] = []
 
     def keep(outcome: Outcome) -> None:
@@ -209,7 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lattice-gpu-") as folder:
         run_cases(
             cases, Path(folder), main=train_variant, ranks_at_once=1, limit_s=options.limit,
-            whole_limit_s=options.seconds, on_end=keep,
+            whole_limit_s=workload.seconds_left() - _ESTIMATES_S, on_end=keep,
+        )  # fmt: skip
+        cases = [each for each in cases if len(each.runs) == 1]  # others need files
+        run_cases(
+            cases, Path(folder) / "estimates", main=estimate_variant, ranks_at_once=len(cases),
+            limit_s=options.limit, whole_limit_s=workload.seconds_left() - 2, on_end=print_estimate,
         )  # fmt: skip
     return 1 if failed else 0
 

@@ -13,8 +13,10 @@ import math
 import os
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -24,6 +26,9 @@ Row = dict[str, object]
 
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
+TURN = "LATTICE_GPU_CHECK_TURN"
+"""Environment variable of `tools/gpu_session.py`: a file that exists when this check may use the
+GPU, and contains the time (monotonic) when the check is killed."""
 WARM_UP_STEPS = 2
 """First steps, which allocate and compile; `planner.measured_run` skips the same number."""
 
@@ -57,7 +62,7 @@ class Workload:
     )  # fmt: skip
     micro_batch: int = 2
     num_micro_batches: int = 8
-    num_steps: int = 8
+    num_steps: int = 6
 
     @property
     def tokens(self) -> int:
@@ -97,12 +102,26 @@ def model_flops(sizes: Sizes, tokens: int) -> float:
     return tokens * (6.0 * weights + attention)
 
 
+def wait_for_turn() -> None:
+    """Return when the check before this one has ended. Call it after the imports."""
+    while TURN in os.environ and not os.path.exists(os.environ[TURN]):
+        time.sleep(0.02)
+
+
+def seconds_left() -> float:
+    """Return the seconds until the runner kills this check; infinity without a runner."""
+    if TURN not in os.environ:
+        return math.inf
+    return float(Path(os.environ[TURN]).read_text(encoding="ascii")) - time.monotonic()
+
+
 def choose_device(is_rehearsal: bool) -> torch.device:
-    """Return the device to measure, the CPU for a rehearsal.
+    """Return the device to measure, the CPU for a rehearsal, when this check may use it.
 
     Raises:
         SystemExit: there is no accelerator and this is no rehearsal.
     """
+    wait_for_turn()
     if is_rehearsal:
         os.environ["LATTICE_DEVICE"] = "cpu"
         torch.set_num_threads(1)  # for tiny tensors, several threads would wait for each other
@@ -137,6 +156,11 @@ def print_row(row: Row) -> None:
     print(f"ROW: {json.dumps(row)}", flush=True)
 
 
+def shape_of(work: Workload) -> str:
+    """Return micro batches per step, samples per micro batch, and tokens per sample."""
+    return f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}"
+
+
 def step_row(
     name: str,
     work: Workload,
@@ -145,27 +169,33 @@ def step_row(
     loss: float,
     peak_bytes: float,
     before: Row,
+    flops: float | None = None,
 ) -> Row:
     """Return the row of one measured step.
 
     Args:
-        seconds: duration of each step, including the first ones.
+        seconds: duration of each step, at least two, including the first ones. If there are at
+            most `WARM_UP_STEPS`, only the last one is measured.
         loss: loss of the last step.
-        before: `clocks` before the first step.
+        before: `clocks` before the first step; empty if unknown.
+        flops: FLOPs of a step; None for `model_flops` of the workload.
     Raises:
         RuntimeError: the loss is not finite: the time of such a step is meaningless.
     """
     if not math.isfinite(loss):
         raise RuntimeError(f"{name}: the loss of the last step is {loss}")
-    step_s = statistics.median(seconds[WARM_UP_STEPS:])
-    tflops = 1e-12 * model_flops(work.sizes, work.tokens) / step_s
+    measured = seconds[min(WARM_UP_STEPS, len(seconds) - 1) :]
+    step_s = statistics.median(measured)
+    tflops = 1e-12 * (flops or model_flops(work.sizes, work.tokens)) / step_s
     row: Row = {
         "step": name,
         "device": device_name(device),
-        "micro batches": f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}",
+        "micro batches": shape_of(work),
         "ms": round(1e3 * step_s, 2),
-        "fastest ms": round(1e3 * min(seconds[WARM_UP_STEPS:]), 2),
-        "slowest ms": round(1e3 * max(seconds[WARM_UP_STEPS:]), 2),
+        "measured steps": len(measured),
+        "fastest ms": round(1e3 * min(measured), 2),
+        "slowest ms": round(1e3 * max(measured), 2),
+        "first step ms": round(1e3 * seconds[0], 2),
         "tokens/s": round(work.tokens / step_s),
         "TFLOP/s": round(tflops, 1),
         "peak GiB": round(peak_bytes / 2**30, 2),

@@ -40,7 +40,12 @@ class _State:
     open_ranges: list[tuple[str, Any]] = field(default_factory=list)
 
 
-STATE = _State()
+@functools.cache
+def _state() -> _State:
+    """Return the state of this process."""
+    return _State()
+
+
 __package_name__ = "megatron-lattice"
 
 
@@ -56,12 +61,12 @@ __shortversion__ = __version__
 
 def set_experimental_flag(flag: bool) -> None:
     """Store the flag that `is_experimental_enabled` returns; no feature depends on it."""
-    STATE.is_experimental = bool(flag)
+    _state().is_experimental = bool(flag)
 
 
 def is_experimental_enabled() -> bool:
     """Return the flag that `set_experimental_flag` stored."""
-    return STATE.is_experimental
+    return _state().is_experimental
 
 
 def has_config_logger_enabled(config: TransformerConfig) -> bool:
@@ -82,6 +87,11 @@ CURRENT_CALCULATOR = _Calculator()
 def jit_fuser(function: _Function) -> _Function:
     """Return the function unchanged: elementwise operations are fused by hand."""
     return function
+
+
+def apply_module(m: _Function, *, check_subclass: bool = True) -> _Function:
+    """Return the module unchanged: it is called as the function that it is."""
+    return m
 
 
 def do_nothing(*_: object, **__: object) -> None:
@@ -292,27 +302,27 @@ def log_on_each_pipeline_stage(
 
 def configure_nvtx_profiling(enabled: bool) -> None:
     """Switch `nvtx_range_push` on or off."""
-    STATE.annotates_ranges = enabled
+    _state().annotates_ranges = enabled
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
     """Open a range in the profiler's trace; ranges nest."""
-    if not STATE.annotates_ranges:
+    if not _state().annotates_ranges:
         return
     name = "range" if msg is None else msg
     mark = torch.profiler.record_function(name if suffix is None else f"{name}.{suffix}")
     mark.__enter__()
-    STATE.open_ranges.append((name, mark))
+    _state().open_ranges.append((name, mark))
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
     """Close the range that was opened last."""
-    if not STATE.annotates_ranges:
+    if not _state().annotates_ranges:
         return
-    if not STATE.open_ranges or (msg is not None and msg != STATE.open_ranges[-1][0]):
-        inner = repr(STATE.open_ranges[-1][0]) if STATE.open_ranges else "none"
+    if not _state().open_ranges or (msg is not None and msg != _state().open_ranges[-1][0]):
+        inner = repr(_state().open_ranges[-1][0]) if _state().open_ranges else "none"
         raise RuntimeError(f"nvtx_range_pop({msg!r}): the innermost open range is {inner}")
-    _, mark = STATE.open_ranges.pop()
+    _, mark = _state().open_ranges.pop()
     mark.__exit__(None, None, None)
 
 

@@ -144,7 +144,7 @@ class NameFinder(MetaPathFinder):
         if fullname not in self.modules:
             return None
         found = PathFinder.find_spec(fullname, path, target)
-        if found is None:
+        if found is None or found.origin is None:  # nothing, or a folder of a removed package
             return ModuleSpec(fullname, _EmptyModule(), is_package=True)
         if isinstance(found.loader, SourceFileLoader):
             found.loader = _WithNames(fullname, found.loader.path)

@@ -25,8 +25,10 @@ from megatron.core.transport import collectives, torch_collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.data import DataSettings
+from megatron.training.config.resolved import pad_vocabulary
 from megatron.training.datasets.blends import blends_of
 from megatron.training.global_vars import get_args
+from megatron.training.launch.rank_info import read_rank_info
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DTYPES = (torch.int64, torch.float32, torch.bool)
@@ -187,3 +189,25 @@ def append_to_progress_log(string: str, barrier: bool = True) -> None:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with (Path(args.save) / "progress.txt").open("a") as file:
             file.write(f"{stamp}\t{args.world_size} ranks\t{string}\n")
+
+
+def calculate_padded_vocab_size(
+    vocab_size: int,
+    make_vocab_size_divisible_by: int,
+    tensor_model_parallel_size: int,
+    logging_enabled: bool = True,
+) -> int:
+    """Return the number of rows of the embedding; nothing is logged."""
+    return pad_vocabulary(
+        vocab_size, multiple=make_vocab_size_divisible_by, tp=tensor_model_parallel_size
+    )
+
+
+def safe_get_rank() -> int:
+    """Return this process's rank, which torchrun sets before the processes are connected."""
+    return dist.get_rank() if dist.is_initialized() else read_rank_info().rank
+
+
+def safe_get_world_size() -> int:
+    """Return the number of processes, which torchrun sets before they are connected."""
+    return dist.get_world_size() if dist.is_initialized() else read_rank_info().world_size

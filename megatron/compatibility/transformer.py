@@ -202,7 +202,6 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             rotary_interleaved,
             seq_len_interpolation_factor,
             rotary_base,
-            use_cpu_initialization=use_cpu_initialization,
             cp_group=cp_group,
         )
         self.inv_freq = yarn_inverse_frequencies(

@@ -103,6 +103,13 @@ class ParallelFlags:
     computed."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run."""
+    layout_invariant_mode: bool = False
+    """Compute the same bits in every layout: the order of a sum depends on the model and the batch
+    alone."""
+    layout_invariant_tensor_units: int = flag(8, part_of="layout_invariant_mode")
+    """Number of units that each weight matrix is cut into. A rank computes the products of its
+    units, and the units' sums are added in a fixed tree: the tensor-parallel size must divide this
+    power of two."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -134,6 +141,11 @@ class ParallelFlags:
     calculate_per_token_loss: bool = False
     """Normalise gradients by the number of tokens of the global batch instead of per micro
     batch."""
+
+    @property
+    def tensor_units(self) -> int:
+        """Number of units that all ranks cut a matrix into; 1 without `layout_invariant_mode`."""
+        return self.layout_invariant_tensor_units if self.layout_invariant_mode else 1
 
 
 @dataclass
@@ -170,6 +182,11 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     def sends_both_stacks(self) -> bool:
         """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return False
+
+    @property
+    def num_residual_streams(self) -> int:
+        """Number of residual streams that stages exchange."""
+        return 1
 
     def __post_init__(self) -> None:
         """Derive dtypes and raise all problems of the parallel settings together."""

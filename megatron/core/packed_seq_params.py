@@ -142,6 +142,13 @@ class Documents(PackedSeqParams):
         return numbers, int(numbers[-1, -1]) + 1
 
     @functools.cached_property
+    def positions(self) -> Tensor:
+        """The position of each token in its document, int64 [b, s]."""
+        places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        begins = torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (1, 0), value=True)
+        return places - (places * begins).cummax(1).values
+
+    @functools.cached_property
     def attention_mask(self) -> Tensor:
         """Bool [b, 1, s, s], True where a causal attention within documents hides a key.
 

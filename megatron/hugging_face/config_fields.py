@@ -6,7 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
+from megatron.hugging_face.quantized import unsupported
 
 WITHOUT_EFFECT = frozenset({
     # Origin of the file.
@@ -64,6 +65,7 @@ class ConfigFields:
         self.source = source
         self.absent: dict[str, Any] = dict(absent or {})
         self._fields = dict(fields)
+        self._own_names: dict[str, str] = {}
         self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}
         self._problems: list[MegatronError] = []
 
@@ -81,7 +83,7 @@ class ConfigFields:
             return value
         if default is _REQUIRED:
             raise ConfigError(
-                f"{self.source} has no {name!r}.",
+                f"{self.source} has no {self._own_names.get(name, name)!r}.",
                 rule="the config of a model contains its sizes",
                 flags=["--load-hf"],
                 fix="use the directory that save_pretrained() wrote",
@@ -108,10 +110,23 @@ class ConfigFields:
             self._refuse(name, value, f"only {name} = {values} is supported")
         return value
 
+    def check_quantization(self) -> None:
+        """Refuse a format of weights in 8 or 4 bits that is not known."""
+        for name in ("quantization_config", "compression_config"):
+            value = self.stated(name)
+            rule = None if value is None else unsupported(value)
+            if rule is not None:
+                fix = "convert the model to bf16 with Transformers, or use its release in bf16"
+                self._refuse(name, shown(value, 120), rule, fix)
+
     def stated(self, name: str) -> Any:
         """Return a field of the file; None if it is null or absent."""
         self._unread.discard(name)
         return self._fields.get(name)
+
+    def is_null(self, name: str) -> bool:
+        """Return whether the file states null for a field."""
+        return name in self._fields and self._fields[name] is None
 
     def one_of(self, *statements: str | tuple[str, object]) -> Any:
         """Return the value of the first present field; refuse a different value in the others.
@@ -133,9 +148,18 @@ class ConfigFields:
         view.absent = {n: value for n, value in self.absent.items() if n != name}
         return view
 
-    def renamed(self, name: str, usual: str) -> ConfigFields:
-        """Return this config with field `name` renamed to `usual`, for another family's reader."""
-        return self._with({**self._fields, usual: self.take(name)})
+    def renamed(self, names: Mapping[str, str]) -> ConfigFields:
+        """Return this config with other names of fields, for another family's reader.
+
+        Args:
+            names: field of this config -> its name for the reader, which replaces a field of that
+                name.
+        """
+        found = {usual: self.take(name, None) for name, usual in names.items()}
+        others = {name: value for name, value in self._fields.items() if name not in found}
+        view = self._with(others | {name: v for name, v in found.items() if v is not None})
+        view._own_names = self._own_names | {usual: name for name, usual in names.items()}
+        return view
 
     def with_fields(self, fields: Mapping[str, object]) -> ConfigFields:
         """Return this config with replaced fields, for another family's reader."""

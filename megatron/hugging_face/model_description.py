@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,8 +182,21 @@ class ModelDescription(
         if self.multi_latent_attention:
             return None
         if self.softmax_scale is None and self.position_embedding_type == "yarn":
-            return yarn_softmax_scale(self.head_dim, self.rotary_scaling_factor, self.mscale)
+            return yarn_softmax_scale(
+                self.head_dim, self.rotary_scaling_factor, self.mscale, self.mscale_all_dim
+            )
         return self.softmax_scale or self.head_dim**-0.5
+
+    @property
+    def local_scale_of_scores(self) -> float | None:
+        """The factor on attention scores in layers with a window, if it differs."""
+        if self.window_size is None:
+            return None
+        found = self.softmax_scale_local
+        has_own = self.rotary_base_local is not None and self.position_embedding_type == "yarn"
+        if found is None and self.softmax_scale is None and has_own:
+            found = 1 / math.sqrt(self.head_dim)
+        return None if found == self.scale_of_scores else found
 
 
 def described_fields() -> list[dataclasses.Field[Any]]:
@@ -194,8 +208,9 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING
 
 
+_CONTEXT = "original_max_position_embeddings"
 _YARN = (
-    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "rotary_scaling_factor", _CONTEXT, "beta_fast", "beta_slow",
     "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
 )  # fmt: skip
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
@@ -229,9 +244,15 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     without_effect: set[str] = set()
     if not model.has_rotary_positions or (model.no_rope_freq and all(model.no_rope_freq)):
         without_effect |= {n for n in _DEFAULTS if n.startswith(("rotary", "rope", "use_rope"))}
+    is_scaled = model.query_scale_beta and (
+        not model.query_scale_without_rope or any(model.no_rope_freq or [])
+    )
+    reads_context = (is_scaled and not model.query_scale_interval) or model.rotary_long_factors
     is_stretched = model.position_embedding_type == "yarn" or has_latents
     if not is_stretched or model.rotary_scaling_factor == 1.0:
-        without_effect |= set(_YARN)
+        without_effect |= set(_YARN) - ({_CONTEXT} if reads_context else set())
+    if not is_scaled:
+        without_effect |= {name for name in _DEFAULTS if name.startswith("query_scale")}
     if not model.use_rope_scaling:
         without_effect.add("rope_scaling_factor")
     if model.add_bias_linear:
@@ -264,7 +285,8 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         else {*_OF_LATENTS, "rope_interleave"}
     )
     plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _WITHOUT_EFFECT
-    model = replace(model, softmax_scale=model.scale_of_scores)
+    local = model.local_scale_of_scores
+    model = replace(model, softmax_scale=model.scale_of_scores, softmax_scale_local=local)
     if has_latents:
         epsilon = model.latent_norm_epsilon or model.layernorm_epsilon
         model = replace(model, latent_norm_epsilon=epsilon)
@@ -289,11 +311,12 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         model = replace(model, experimental_attention_variant=variant, linear_attention_freq=has_it)
     if SPARSE_ATTENTION in mixers and model.dsa_indexer_k_norm_epsilon is None:
         model = replace(model, dsa_indexer_k_norm_epsilon=model.layernorm_epsilon)
+    if mixers & {GATED_DELTA_NET, KIMI}:
+        epsilon = model.linear_norm_epsilon or model.layernorm_epsilon
+        model = replace(model, linear_norm_epsilon=epsilon)
     if MAMBA in mixers:
         model = replace(model, mamba_num_heads=model.mamba_heads)
     window, chunk = model.window_size, model.attention_chunk_size
-    if not (model.query_scale_beta and any(model.no_rope_freq or [])):
-        model = replace(model, query_scale_beta=0.0, query_scale_interval=8192)
     is_local = window is not None or chunk is not None
     return replace(
         replace(model, **plain),

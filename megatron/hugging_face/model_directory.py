@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from megatron.core.foundation.errors import CheckpointError, MegatronError, show
 from megatron.hugging_face.families import Family, family_of_config
 from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.quantized import dequantized
 
 CONFIG_NAME = "config.json"
+MODELOPT_NAME = "hf_quant_config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100 << 20
@@ -47,8 +49,8 @@ class ModelDirectory:
     """The config of a Hugging Face model; no weights are read."""
 
     path: Path
-    fields: dict[str, Any]
-    """The fields of config.json."""
+    fields: Mapping[str, Any]
+    """The fields of config.json; of a model with images, of its language model."""
     family: Family
     settings: ModelDescription
     """The settings that the config describes."""
@@ -71,15 +73,17 @@ def read_model_directory(path: Path) -> ModelDirectory:
             flags=["--load-hf"],
             fix="use the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
-    fields = read_json(file)
+    whole = read_json(file)
+    if "quantization_config" not in whole and (path / MODELOPT_NAME).is_file():
+        whole["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
+    family, fields = family_of_config(whole, str(file))
     _check_counts(file, fields)
-    family = family_of_config(fields, str(file))
     settings = family.read(fields, str(file))
     untied = replace(settings, untie_embeddings_and_output_weights=True)
     has_weights = any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if settings == untied or not has_weights:
         return ModelDirectory(path, fields, family, settings)
-    stored = stored_tensors(path)
+    stored = family.in_own_names(dequantized(stored_tensors(path), fields, path))
     heads = repeated(family, settings, stored).items() - repeated(family, untied, stored).items()
     for head, embedding in heads:
         if not are_equal(stored[head], stored[embedding]):
@@ -111,12 +115,12 @@ def are_equal(one: StoredView, other: StoredView) -> bool:
     """Return whether two stored tensors are equal; read them up to the first difference."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    count = math.prod(one.shape)
-    flat = [view.reshaped((count,)) for view in (one, other)]
+    count, rest = one.shape[0], one.shape[1:]
+    step = max(_COMPARED // max(math.prod(rest), 1), 1)
     with ViewReader() as reader:
-        for begin in range(0, count, _COMPARED):
-            box = ((begin,), (min(_COMPARED, count - begin),))
-            first, second = (reader.read_full(view.narrow(box)) for view in flat)
+        for begin in range(0, count, step):
+            box = (begin, *(0 for _ in rest)), (min(step, count - begin), *rest)
+            first, second = (reader.read_full(view.narrow(box)) for view in (one, other))
             if not torch.equal(first, second):
                 return False
     return True
@@ -129,7 +133,7 @@ def both_forms(path: Path) -> list[str]:
     return [f"{SINGLE_NAME} is read, as Transformers does, and {INDEX_NAME} beside it is not"]
 
 
-def _check_counts(file: Path, fields: dict[str, Any]) -> None:
+def _check_counts(file: Path, fields: Mapping[str, Any]) -> None:
     """Refuse implausible counts before memory is allocated for each layer, head or expert."""
     for name, value in fields.items():
         if name not in _COUNTS:

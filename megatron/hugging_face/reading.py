@@ -35,6 +35,7 @@ from megatron.hugging_face.model_directory import (
     repeated,
     stored_tensors,
 )
+from megatron.hugging_face.quantized import QuantizedView, dequantized, stated_quantization
 from megatron.hugging_face.weight_map import WeightRule
 
 
@@ -65,7 +66,8 @@ class _Reader(InteropReader):
         assert isinstance(view, StoredView)
         extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
         is_one_of_several = 2 * extent * view.dtype.itemsize <= view.storage.num_bytes
-        if view.is_contiguous or 1 in view.stride[-1:] or is_one_of_several:
+        is_direct = isinstance(view, QuantizedView) or view.is_contiguous
+        if is_direct or 1 in view.stride[-1:] or is_one_of_several:
             super().start(tensor, read, into)
             return
         if self._held is None or self._held[0] != view.storage:
@@ -90,7 +92,16 @@ def open_model(path: Path) -> ModelContents:
     """
     model = read_model_directory(path)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
-    stored = stored_tensors(path)
+    stored = dequantized(stored_tensors(path), model.fields, path)
+    quantized = sum(isinstance(view, QuantizedView) for view in stored.values())
+    if quantized:
+        draft.notes.append(
+            f"{quantized} weights in 8 or 4 bits are dequantised, and scales of activations are"
+            " left out"
+        )
+    elif stated_quantization(model.fields) is not None:
+        draft.notes.append("config.json has a quantization_config, but no weight is quantised")
+    stored = model.family.in_own_names(stored)
     draft.notes += [*model.notes, *both_forms(path)]
     for name, original in repeated(model.family, model.settings, stored).items():
         if not are_equal(stored[name], stored[original]):
@@ -136,8 +147,6 @@ def arranged(
     """
     family = model.family
     rules = family.rules(model.settings)
-    for pattern, written in family.other_names.items():
-        stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
     prefix = family.prefix(stored, rules[0].hf_names[0])
     found, used = [], set()
     for rule in rules:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.transformer.yarn import yarn_attention_factor
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in configs: with and without a window."""
 
 
 def with_rope(
@@ -39,6 +44,36 @@ def rope_parameters(config: ConfigFields) -> dict[str, Any]:
     return dict(found or config.absent.get("rope_parameters", {}))
 
 
+def with_rope_by_window(
+    model: ModelDescription,
+    config: ConfigFields,
+    *,
+    base: float,
+    local_base: float,
+    local_base_name: str | None = None,
+) -> ModelDescription:
+    """Return `model` with rotary positions that differ in layers with a window.
+
+    Args:
+        base, local_base: the default bases of layers without and with a window.
+        local_base_name: field of the local base in older configs.
+    """
+    by_kind = config.take("rope_parameters", {})
+    newer = by_kind.get(FULL, by_kind if "rope_theta" in by_kind else None)
+    full = dict(config.one_of(("rope_parameters", newer), "rope_scaling") or {})
+    local = ConfigFields(by_kind.get(SLIDING) or {}, f"rope_parameters of windows, {config.source}")
+    older = [] if local_base_name is None else [local_base_name]
+    local_base = config.one_of(("rope_theta", local.stated("rope_theta")), *older) or local_base
+    for name in ("rope_type", "type"):
+        local.only(name, "default")
+    local.finish()
+    nested = ("rope_parameters.rope_theta", full.get("rope_theta"))
+    full["rope_theta"] = config.one_of(nested, "rope_theta") or base
+    model = with_rope_parameters(model, full, f"rope_parameters in {config.source}")
+    is_whole = float(local_base).is_integer()
+    return replace(model, rotary_base_local=int(local_base) if is_whole else local_base)
+
+
 def with_rope_parameters(
     model: ModelDescription, fields: Mapping[str, object], source: str
 ) -> ModelDescription:
@@ -66,8 +101,12 @@ def with_rope_parameters(
         scaling.only("original_max_position_embeddings", 8192)
     elif kind == "linear":
         model = replace(model, rotary_seq_len_interpolation_factor=scaling.take("factor"))
+    elif kind == "dynamic":
+        scaling.take("factor", None)  # without effect up to the length of the model
     elif kind == "yarn":
         model = _with_yarn(model, scaling)
+    elif kind == "longrope":
+        model = _with_longrope(model, scaling)
     else:
         scaling.only("rope_type", "default")
         scaling.only("type", "default")
@@ -75,13 +114,31 @@ def with_rope_parameters(
     return model
 
 
+def _with_longrope(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
+    """Return `model` with the settings of LongRoPE, whose amplitude is read as in Transformers."""
+    context = scaling.take("original_max_position_embeddings", model.max_position_embeddings)
+    factor = scaling.take("factor", model.max_position_embeddings / context)
+    usual = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(context))
+    return replace(
+        model,
+        original_max_position_embeddings=context,
+        rotary_short_factors=scaling.take("short_factor"),
+        rotary_long_factors=scaling.take("long_factor"),
+        rotary_amplitude=float(scaling.take("attention_factor", usual)),
+    )
+
+
 def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
     """Return `model` with the settings of YaRN, whose temperature is read as in Transformers."""
-    scaling.only("attention_factor")
     # If both strengths are set, the temperature depends on them, else on the factor alone.
     mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
     if of_all and not mscale:
         scaling.only("mscale_all_dim")
+    strengths = (float(mscale), float(of_all)) if of_all else (1.0, 0.0)
+    of_rotated, of_head = (
+        yarn_attention_factor(float(scaling.take("factor")), strength) for strength in strengths
+    )
+    scaling.only("attention_factor", of_rotated / of_head)
     return replace(
         model,
         position_embedding_type="yarn",
@@ -93,8 +150,8 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
         beta_fast=float(scaling.take("beta_fast", 32)),
         beta_slow=float(scaling.take("beta_slow", 1)),
         yarn_correction_range_round_to_int=bool(scaling.take("truncate", True)),
-        mscale=float(mscale) if of_all else 1.0,
-        mscale_all_dim=float(of_all),
+        mscale=strengths[0],
+        mscale_all_dim=strengths[1],
     )
 
 
@@ -112,6 +169,15 @@ def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
     return fields
 
 
+def rope_fields_by_window(model: ModelDescription) -> dict[str, Any]:
+    """Return the config fields of rotary positions that differ in layers with a window."""
+    fields = rope_fields(model)
+    base = fields.pop("rope_theta")
+    full = {"rope_type": "default", **(fields.pop("rope_scaling") or {}), "rope_theta": base}
+    local = {"rope_type": "default", "rope_theta": float(model.rotary_base_local or base)}
+    return {"rope_parameters": {FULL: full, SLIDING: local}}
+
+
 def rope_fields(model: ModelDescription) -> dict[str, Any]:
     """Return the config fields of rotary positions, in the older, widely supported form."""
     fields: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
@@ -122,6 +188,14 @@ def rope_fields(model: ModelDescription) -> dict[str, Any]:
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
+        }
+    elif model.rotary_long_factors:
+        fields["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": model.rotary_short_factors,
+            "long_factor": model.rotary_long_factors,
+            "attention_factor": model.rotary_amplitude,
+            "original_max_position_embeddings": model.original_max_position_embeddings,
         }
     elif model.position_embedding_type == "yarn" or (
         model.multi_latent_attention and model.rotary_scaling_factor != 1.0

@@ -112,6 +112,21 @@ def by_layer_size(rules: Iterable[WeightRule], model: ModelDescription) -> list[
     return found
 
 
+def renamed(rules: Iterable[WeightRule], names: Mapping[str, str]) -> list[WeightRule]:
+    """Return `rules` with other names of Hugging Face's tensors.
+
+    Args:
+        names: part of a name -> its replacement.
+    """
+    found = list(rules)
+    for one, other in names.items():
+        found = [
+            replace(rule, hf_names=tuple(name.replace(one, other) for name in rule.hf_names))
+            for rule in found
+        ]
+    return found
+
+
 def transposed(megatron_name: str, hf_name: str) -> WeightRule:
     """Hugging Face's tensor is [in, out], Megatron's parameter is [out, in]."""
     return WeightRule(megatron_name, (hf_name,), is_transposed=True)

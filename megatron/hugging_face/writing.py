@@ -37,6 +37,7 @@ from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, full_name
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from megatron.hugging_face.quantized import FP8_BLOCK, is_quantizable, num_blocks, to_block_fp8
 from megatron.hugging_face.stored import (
     Source,
     StoredAdapters,
@@ -54,6 +55,11 @@ from megatron.hugging_face.tokenizer_files import (
 )
 from megatron.hugging_face.weight_map import RowRange, WeightRule
 
+PRECISIONS = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8-block": torch.float8_e4m3fn,
+}  # fmt: skip
+"""Values of --save-hf-dtype and --dtype -> the argument of `write_model`."""
 FILE_BYTES = 5_000_000_000
 """Most bytes of tensors in a file, unless one tensor is larger."""
 
@@ -110,7 +116,8 @@ def write_model(
         target: directory to create; it must not exist.
         settings: describe the model; by default, the settings in the checkpoint.
         adapters: an opened checkpoint of adapters, which are merged into the weights.
-        dtype: of the written weights; None keeps the stored dtype.
+        dtype: of the written weights; None keeps the stored dtype. E4M3: weights of linear layers
+            in blocks of 128 x 128 with fp32 scales, as DeepSeek-V3 has them, and others in bf16.
         companion: directory of the model that training has continued. Its tokenizer files and the
             config fields that do not affect weights are copied, and its family is preferred.
         tokenizer: written instead of the companion's tokenizer files.
@@ -124,10 +131,13 @@ def write_model(
     family = family_of_settings(model, preferred=former.get("model_type"))
     groups = plan(contents, family, model)
     merge = None if adapters is None else stored_adapters(adapters)
+    stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
+    fields: dict[str, Any] = {"torch_dtype": str(stored).removeprefix("torch.")}
+    if stored == torch.float8_e4m3fn:
+        fields = {"torch_dtype": "bfloat16", "quantization_config": _quantization_config(groups)}
     with new_directory(target) as draft:
         files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
-        stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
-        note = _write_config(draft, family, model, stored, companion, tokenizer)
+        note = _write_config(draft, family, model, fields, companion, tokenizer)
     count = sum(len(group.names) for group in groups)
     return Written(
         family.model_type, count, total, tuple(files), str(stored).removeprefix("torch."), note
@@ -297,9 +307,13 @@ def _write_weights(
     file_bytes: int,
 ) -> tuple[list[str], int]:
     """Write the safetensors files and, of several files, the index; return names and bytes."""
+    in_fp8 = dtype == torch.float8_e4m3fn
+    entries = _described_in_fp8(groups) if in_fp8 else described(groups, dtype)
+    found = tensors(contents, groups, merge, None if in_fp8 else dtype)
+    found = _in_block_fp8(groups, found) if in_fp8 else found
     parts: list[list[Described]] = [[]]
     size = total = 0
-    for entry in described(groups, dtype):
+    for entry in entries:
         length = num_bytes(entry)
         if parts[-1] and size + length > file_bytes:
             parts.append([])
@@ -311,7 +325,6 @@ def _write_weights(
         SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         for i in range(count)
     ]
-    found = tensors(contents, groups, merge, dtype)
     for file, part in zip(files, parts, strict=True):
         write_tensors(draft / file, part, found)
     if count > 1:
@@ -321,15 +334,67 @@ def _write_weights(
     return files, total
 
 
+def _is_coded(group: Group, index: int) -> bool:
+    """Return whether block FP8 stores a tensor of a group."""
+    is_usual = group.names[index].endswith(".weight") and not group.rule.is_transposed
+    return is_usual and is_quantizable(group.megatron_name, group.shapes[index])
+
+
+def _described_in_fp8(groups: Sequence[Group]) -> list[Described]:
+    """Return what `described` returns, for block FP8: scales follow their weights."""
+    entries: list[Described] = []
+    for group in groups:
+        for index, (name, shape) in enumerate(zip(group.names, group.shapes, strict=True)):
+            if _is_coded(group, index):
+                entries.append((name, "F8_E4M3", shape))
+                entries.append((name + "_scale_inv", "F32", num_blocks(shape)))
+            else:
+                entries.append((name, "BF16", shape))
+    return entries
+
+
+def _in_block_fp8(groups: Sequence[Group], weights: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors of `_described_in_fp8` for the tensors of `tensors`."""
+    for group in groups:
+        for index in range(len(group.names)):
+            weight = next(weights)
+            if _is_coded(group, index):
+                yield from to_block_fp8(weight)
+            else:
+                yield weight.to(torch.bfloat16)
+            del weight
+
+
+def _quantization_config(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the field `quantization_config` of block FP8."""
+    others = {
+        name.rpartition(".")[0]
+        for group in groups
+        for index, name in enumerate(group.names)
+        if len(group.shapes[index]) > 1 and not _is_coded(group, index)
+    }
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": sorted(others),
+    }
+
+
 def _write_config(
     draft: Path,
     family: Family,
     settings: ModelDescription,
-    dtype: torch.dtype,
+    of_weights: Mapping[str, Any],
     companion: Path | None,
     tokenizer: TextTokenizer | None,
 ) -> str | None:
-    """Write config.json and the tokenizer's files; return a note on the tokenizer, or None."""
+    """Write config.json and the tokenizer's files; return a note on the tokenizer, or None.
+
+    Args:
+        of_weights: fields that describe the precision of the weights.
+    """
     carried: Mapping[str, Any] = {}
     note = None
     ids: dict[str, int | list[int] | None] = {}
@@ -348,10 +413,7 @@ def _write_config(
     }
     fields["architectures"] = [family.architecture]
     fields |= family.exported(settings) | ids
-    fields |= {
-        "model_type": family.model_type,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+    fields |= {"model_type": family.model_type, **of_weights}
     fields.pop("dtype", None)
     write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())
     return note

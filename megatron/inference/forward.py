@@ -134,7 +134,8 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return the logits [b, v] after each sequence on the last stage, None on other stages."""
-        shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
+        width = self.config.num_residual_streams * self.config.hidden_size
+        shape = (tokens.shape[1], tokens.shape[0], width)
         hidden_states = tokens
         for number, chunk in enumerate(self.chunks):
             stage = self._placement.stage(self._rank, number)

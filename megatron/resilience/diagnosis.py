@@ -64,7 +64,7 @@ class StuckRanks:
     """The ranks that block the job, and the reason."""
 
     kind: str
-    """HANG, COLLECTIVE_MISMATCH or DEADLOCK end the job; WAITING is a warning."""
+    """HANG, COLLECTIVE_MISMATCH, DEADLOCK or PEER_LOST end the job; WAITING is a warning."""
     ranks: tuple[int, ...]
     """The ranks that are the cause; for a mismatch both sides."""
     text: str
@@ -88,6 +88,8 @@ class Diagnosis:
     """Number of an instruction of the schedule -> name."""
     sees_all: bool
     """Whether `views` contains all ranks of the job."""
+    restarts: bool = False
+    """Whether another part replaces ranks that have ended."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Global rank -> host, for messages."""
 
@@ -95,7 +97,7 @@ class Diagnosis:
         """Return the ranks that block the others, or None."""
         found = self.mismatch()
         if any(view.letter == "X" for view in self.views.values()):
-            return found  # the lost connections end the other ranks
+            return found or self._lost()
         if found is None:
             found = self._stopped_or_locked()
         if found is None and self.sees_all:
@@ -132,6 +134,18 @@ class Diagnosis:
         _, first, mine, second, theirs = found
         text = f"rank {first} is in {self._show(mine)}; rank {second} is in {self._show(theirs)}"
         return StuckRanks("COLLECTIVE_MISMATCH", (first, second), text)
+
+    def _lost(self) -> StuckRanks | None:
+        """Return the ranks that have ended without a report, if the others make no progress.
+
+        With gloo the lost connections end the others at once; NCCL waits for its own timeout.
+        """
+        living = [view for view in self.views.values() if view.letter != "X"]
+        if self.restarts or any(view.quiet_s < self.timeout_s for view in living):
+            return None
+        ranks = tuple(view.rank for view in self.views.values() if view.letter == "X")
+        text = "; ".join(f"rank {r} has ended without a report: {self.describe(r)}" for r in ranks)
+        return StuckRanks("PEER_LOST", ranks, text, self._waiting_chain(ranks))
 
     def _show(self, operation: Operation) -> str:
         return operation.describe(self.instructions)

@@ -37,7 +37,7 @@ END_S = 2.0
 """How long ranks may take to end before they are killed."""
 STACK_S, STACK_POLL_S = 2.0, 0.005
 """Timeout for the stacks of ranks, and the interval between readings of their files."""
-EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
+EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22, "PEER_LOST": 17}
 _LAST_LINES = (b" in <module>\n", b" in _run_module_as_main\n", b"  ...\n")
 
 _progress = itemgetter(
@@ -221,6 +221,7 @@ class Watchdog:
             timeout_s=settings.timeout_s,
             instructions=settings.instructions,
             sees_all=len(ranks) == settings.num_ranks,
+            restarts=settings.restarts,
             hosts=settings.hosts,
         )
 

@@ -15,8 +15,11 @@ from megatron_lattice.planner.workload import FloatArray, Workloads
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 MAX_CHUNKS = 12
 USABLE_SHARE = 0.95
-"""Usable share of a GPU's memory: layouts with a higher predicted use ran out of memory, because
-of fragmentation."""
+"""Share of a GPU's memory up to which published runs fit: those with a higher predicted use ran
+out of memory."""
+SAFE_SHARE = 0.9
+"""Share that a layout may need for the search to choose it: the rest is for fragmentation, and for
+experts that receive more tokens than the mean."""
 RECOMPUTE_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 """Shares of the layers to recompute that are tried."""
 

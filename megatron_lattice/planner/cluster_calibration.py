@@ -21,7 +21,7 @@ from megatron_lattice.planner.machine_time import MachineTime, fit_machine_time,
 from megatron_lattice.planner.measured_run import MeasuredRun, row_of_run
 from megatron_lattice.planner.predictor import NINE_TENTHS, Predictor
 from megatron_lattice.planner.work import OperationTimes, work_of_ranks
-from megatron_lattice.planner.workload import FloatArray, joined
+from megatron_lattice.planner.workload import FloatArray, Workloads
 
 _LESS_WIDE = 0.5
 """Width of the prior of each constant, relative to its width in the published calibration."""
@@ -43,7 +43,12 @@ def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu
     """
     if not measured:
         return predictor
-    rows = joined([row_of_run(each.run, gpu) for each in measured])
+    tables = [row_of_run(each.run, gpu) for each in measured]
+    columns = {
+        field.name: np.concatenate([getattr(table, field.name) for table in tables])
+        for field in dataclasses.fields(Workloads)
+    }
+    rows = Workloads(**columns)
     seconds = np.array([each.step_s for each in measured])
     hardware = predictor.hardware
     # The constants of the published calibration are the priors of this cluster.

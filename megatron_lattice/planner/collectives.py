@@ -67,8 +67,9 @@ class CollectiveCosts:
         """
         loads = self.workloads
         size, stride = loads.expert_size, loads.expert_tensor_size
-        inside = self.rows.nvlink_bytes_per_s * self.hardware.constant("nvlink_efficiency")
-        across = loads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
+        constant = self.hardware.constant
+        inside = self.rows.nvlink_bytes_per_s * constant("exchange_nvlink_efficiency")
+        across = loads.nic_bytes_per_s * constant("exchange_nic_efficiency")
         members = self.members_of_domain(size, stride)
         domains = np.ceil(size / members)
         others = (domains - 1) * (1 - (1 - 1 / domains) ** num_copies)

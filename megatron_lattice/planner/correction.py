@@ -31,6 +31,12 @@ NOISE = 0.5
 """Deviation of repeated measurements, relative to the deviation of the model's errors."""
 OUTLIER = 0.06
 """A row whose log error differs this much from the error of similar rows counts half."""
+_ALIKE = 0.5
+"""Similarity above which a row has the graphs of another."""
+_NEAREST = 0.7
+"""Rows that are less similar than this share of the most similar one do not count for graphs."""
+_OF_MODEL = ("attended_share", "has_sinks")
+_SIZES = ("num_layers", "hidden_size", "num_experts")
 _ROUNDS = 8
 _DIGITS = 4
 
@@ -42,10 +48,13 @@ class Correction:
     Attributes:
         features: [rows, dimensions], see `features_of`.
         weights: [rows]; the log correction of a row is the sum of weight times kernel.
+        facts: [rows, columns]: whether the whole step was a graph (-1: a dense model), `_OF_MODEL`
+            and `_SIZES`; see `completed`.
     """
 
     features: FloatArray
     weights: FloatArray
+    facts: FloatArray
 
     def factor(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
         """Return the factor that corrects predicted seconds; rows must have no blanks."""
@@ -58,14 +67,43 @@ class Correction:
 
     def save(self) -> None:
         """Write the file that `load_correction` reads."""
-        content = {"features": self.features.tolist(), "weights": self.weights.tolist()}
+        content = {name: column.tolist() for name, column in vars(self).items()}
         FILE.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def completed(self, workloads: Workloads, hardware: Hardware) -> Workloads:
+        """Fill graphs, grouped products, windows and sinks of rows that do not state the graphs.
+
+        Tables of results seldom state them. A row with experts gets the windows and sinks of a
+        calibrated model of the same sizes, and CUDA graphs of the whole step if most similar rows
+        had them.
+        """
+        is_open = workloads.is_moe & (workloads.graphs == "")
+        if not is_open.any():
+            return workloads
+        like = _kernel(features_of(workloads, hardware)[:, 1:], self.features[:, 1:])
+        like = np.where(workloads.is_moe[:, None] & (self.facts[:, 0] >= 0), like, 0.0)
+        near = np.where(like > _NEAREST * like.max(axis=1, keepdims=True), like, 0.0)
+        votes = (near @ (self.facts[:, 0] > 0)) / np.maximum(near.sum(axis=1), 1e-9)
+        is_known = is_open & (like.max(axis=1) > _ALIKE)
+        is_graph = np.where(is_open, is_known & (votes >= 0.5), workloads.graphs == "iteration")
+        sizes = np.stack([getattr(workloads, name) for name in _SIZES], axis=1)
+        is_same = (sizes[:, None] == self.facts[None, :, -len(_SIZES) :]).all(axis=-1)
+        model = self.facts[np.where(is_same, 1 + like, 0.0).argmax(axis=1)]
+        is_found = is_open & is_same.any(axis=1)
+        columns = {
+            name: np.where(is_found, model[:, index], getattr(workloads, name))
+            for index, name in enumerate(_OF_MODEL, 1)
+        }
+        columns["grouped_products"] = np.where(is_open, is_graph, workloads.grouped_products)
+        return workloads.replace(
+            **columns, graphs=np.where(is_graph, "iteration", workloads.graphs)
+        )
 
 
 def load_correction() -> Correction:
     """Read the correction of the last calibration."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
-    return Correction(np.array(content["features"]), np.array(content["weights"]))
+    return Correction(**{name: np.array(column) for name, column in content.items()})
 
 
 def fit_correction(
@@ -82,7 +120,10 @@ def fit_correction(
         left_out = inverse @ errors / np.diag(inverse)
         noise = NOISE**2 * (1 + (left_out / OUTLIER) ** 2)
     weights = np.linalg.solve(kernel + np.diag(noise), errors)
-    return Correction(features, np.round(weights, _DIGITS + 2))
+    graphs = np.where(workloads.is_moe, workloads.graphs == "iteration", -1.0)
+    columns = [getattr(workloads, name) for name in (*_OF_MODEL, *_SIZES)]
+    facts = np.stack([graphs, *columns], axis=1)
+    return Correction(features, np.round(weights, _DIGITS + 2), np.round(facts, _DIGITS))
 
 
 def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
@@ -92,13 +133,15 @@ def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
     kinds = [rows.generation == name for name in ("ampere", "hopper", "blackwell")]
     kinds += [workloads.precision == name for name in ("mxfp8", "nvfp4")]
     kinds += [np.isin(workloads.precision, ("fp8",))]
-    kinds += [workloads.software == name for name in ("unfused", "deepspeed", "megatron", "fsdp")]
+    kinds += [workloads.software == name for name in ("unfused", "deepspeed", "fsdp")]
+    kinds += [np.isin(workloads.software, ("megatron", "lattice"))]
+    kinds = [workloads.graphs == "iteration", *kinds]
     scaled = [_OTHER_KIND * kind for kind in kinds]
     scaled.append(_OTHER_KIND * np.log2(rows.peak_16_bit_flops))
     model = (
         np.log2(workloads.hidden_size), np.log2(workloads.num_layers),
         np.log2(workloads.context_size), recomputed, workloads.is_moe,
-        workloads.kv_channels % 8 > 0,
+        workloads.kv_channels % 8 > 0, workloads.is_lattice,
     )  # fmt: skip
     scaled += [_MODEL * value for value in model]
     near = (

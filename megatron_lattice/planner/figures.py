@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,33 +30,42 @@ class Figures:
     regret: float
     """Mean over groups: measured time of the layout predicted fastest, over the fastest, - 1."""
     worst_regret: float
+    in_interval: float
+    """Share of the rows in their interval."""
 
     def line(self, title: str) -> str:
         """Return a row of the table that `TITLES` heads."""
         errors = (self.median, self.mean, self.macro_median, self.within_tenth)
-        shares = (*errors, self.pairs, self.regret, self.worst_regret)
-        return f"{title:<28}{self.num_rows:>6}" + "".join(f"{100 * x:>9.1f}%" for x in shares)
+        shares = (*errors, self.pairs, self.regret, self.worst_regret, self.in_interval)
+        return f"{title:<38}{self.num_rows:>6}" + "".join(f"{100 * x:>9.1f}%" for x in shares)
 
 
-TITLES = f"{'':<28}{'rows':>6}" + "".join(
-    f"{title:>10}" for title in ("median", "mean", "macro", "in 10 %", "pairs", "regret", "worst")
-)
+_COLUMNS = ("median", "mean", "macro", "in 10 %", "pairs", "regret", "worst", "interval")
+TITLES = f"{'':<38}{'rows':>6}" + "".join(f"{title:>10}" for title in _COLUMNS)
 
 
 def figures(
-    predicted: FloatArray, measured: FloatArray, families: Sequence[str], groups: Sequence[str]
+    predicted: FloatArray,
+    measured: FloatArray,
+    families: Sequence[str],
+    groups: Sequence[str],
+    layouts: Sequence[str] = (),
+    within: FloatArray | None = None,
 ) -> Figures:
     """Compare predictions with measurements.
 
     Args:
         families: family of each row; the macro-median is the mean of their medians.
         groups: rows with the same name differ by layout only; an empty name joins no group.
+        layouts: rows of a group with the same name count once, with their mean times.
+        within: factor of the interval of each row, in either direction.
     """
     error = np.abs(predicted / measured - 1)
     of_family: dict[str, list[float]] = defaultdict(list)
     for family, value in zip(families, error, strict=True):
         of_family[family].append(float(value))
-    order, regrets = _ranking(predicted, measured, groups)
+    order, regrets = _ranking(predicted, measured, groups, layouts or range(len(error)))
+    off = np.maximum(predicted / measured, measured / predicted)
     return Figures(
         num_rows=len(error),
         median=float(np.median(error)),
@@ -64,6 +75,7 @@ def figures(
         pairs=float(np.mean(order)) if order else 1.0,
         regret=float(np.mean(regrets)) if regrets else 0.0,
         worst_regret=max(regrets, default=0.0),
+        in_interval=float(np.mean(off <= within)) if within is not None else math.nan,
     )
 
 
@@ -77,19 +89,24 @@ def rows_that_compete(groups: Sequence[str]) -> list[list[int]]:
 
 
 def _ranking(
-    predicted: FloatArray, measured: FloatArray, groups: Sequence[str]
+    predicted: FloatArray,
+    measured: FloatArray,
+    groups: Sequence[str],
+    layouts: Sequence[Hashable],
 ) -> tuple[list[float], list[float]]:
     order: list[float] = []
     regrets: list[float] = []
     for rows in rows_that_compete(groups):
-        for position, i in enumerate(rows):
-            for j in rows[position + 1 :]:
-                ratio = measured[i] / measured[j]
-                if max(ratio, 1 / ratio) < 1 + DISTINGUISHABLE:
-                    continue
-                is_tie = predicted[i] == predicted[j]
-                is_right = (predicted[i] < predicted[j]) == (measured[i] < measured[j])
-                order.append(0.5 if is_tie else float(is_right))
-        chosen = min(rows, key=lambda row: predicted[row])
-        regrets.append(float(measured[chosen] / min(measured[row] for row in rows) - 1))
+        same: dict[Hashable, list[int]] = defaultdict(list)
+        for row in rows:
+            same[layouts[row]].append(row)
+        if len(same) == 1:
+            continue
+        found = [(predicted[each].mean(), measured[each].mean()) for each in same.values()]
+        for (one, one_s), (other, other_s) in itertools.combinations(found, 2):
+            if max(one_s / other_s, other_s / one_s) < 1 + DISTINGUISHABLE:
+                continue
+            is_right = (one < other) == (one_s < other_s)
+            order.append(0.5 if one == other else float(is_right))
+        regrets.append(float(min(found)[1] / min(seconds for _, seconds in found) - 1))
     return order, regrets

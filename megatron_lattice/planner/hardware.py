@@ -21,6 +21,8 @@ from megatron_lattice.planner.workload import FloatArray, TextArray, Workloads
 
 CONSTANTS = Path(__file__).parent / "constants"
 SOFTWARE = "software"
+_LIKE = {"lattice": "megatron"}
+"""Kind of software -> the kind that it has all other constants of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class Gpu:
     watts: float
     """Its power limit."""
     power: str = ""
-    """Constant that scales the sustained rate of a card with another power limit; or empty."""
+    """Constants that scale the sustained rate of a card with another power limit, one for each
+    precision; or empty."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ class Hardware:
 
     def per_software(self, name: str, workloads: Workloads) -> FloatArray:
         """Return a constant that has one value per kind of software, for each row."""
-        kinds, which = np.unique(workloads.software, return_inverse=True)
-        return np.array([self.constant(f"{kind}.{name}") for kind in kinds])[which]
+        kinds, which = workloads.kinds["software"]
+        has_own = [f"{SOFTWARE}.{kind}.{name}" in self.constants for kind in kinds]
+        known = [kind if own else _LIKE[kind] for kind, own in zip(kinds, has_own, strict=True)]
+        return np.array([self.constant(f"{kind}.{name}") for kind in known])[which]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,13 @@ class RowHardware:
     memory_bytes_per_s: FloatArray
     nvlink_bytes_per_s: FloatArray
     num_multiprocessors: FloatArray
+    gemm_16_bit_efficiency: FloatArray
+    attention_rate: FloatArray
+    """Sustained FLOPs of a fused attention kernel."""
     power: FloatArray
+    """Sustained rate of 16-bit products, relative to the usual power limit of the generation."""
+    gemm_power: FloatArray
+    """The same in the precision of the row."""
 
 
 def rows_hardware(workloads: Workloads, hardware: Hardware) -> RowHardware:
@@ -98,35 +109,55 @@ def rows_hardware(workloads: Workloads, hardware: Hardware) -> RowHardware:
     Raises:
         ConfigError: a GPU or a precision that no file of constants describes.
     """
-    names, which = np.unique(workloads.gpu, return_inverse=True)
+    names, which = workloads.kinds["gpu"]
     gpus = [gpu_named(str(name), hardware) for name in names]
+    precisions, precision = workloads.kinds["precision"]
+    kinds = [_kind_of(str(name)) for name in precisions]
+    programs, software = workloads.kinds["software"]
 
     def of_gpu(attribute: str) -> FloatArray:
         return np.array([getattr(gpu, attribute) for gpu in gpus], dtype=np.float64)[which]
 
-    generation = np.array([gpu.generation for gpu in gpus], dtype=str)[which]
-    power = np.array(
-        [hardware.constants[f"{gpu.generation}.{gpu.power}"] if gpu.power else 1.0 for gpu in gpus]
-    )[which]
-    pairs = np.char.add(np.char.add(generation, ".gemm."), _kind_of(workloads.precision))
-    keys, pair_of_row = np.unique(pairs, return_inverse=True)
-    efficiency = np.array([_efficiency(str(key), hardware) for key in keys])[pair_of_row]
-    bits = np.array([_BITS[str(kind)] for kind in _kind_of(workloads.precision)])
+    def constant_of(name: str) -> FloatArray:
+        return np.array([hardware.constants[f"{gpu.generation}.{name}"] for gpu in gpus])[which]
+
+    def power_of(kind: str) -> list[float]:
+        return [hardware.constants.get(f"{gpu.generation}.{gpu.power}.{kind}", 1.0) for gpu in gpus]
+
+    efficiency = np.ones((len(gpus), len(kinds)))
+    for pair in np.unique(which * len(kinds) + precision):
+        gpu, kind = divmod(int(pair), len(kinds))
+        efficiency[gpu, kind] = _efficiency(gpus[gpu].generation, kinds[kind], hardware)
+    bits = np.array([_BITS[kind] for kind in kinds])[precision]
     peak = np.select(
         [bits == 16, bits == 8],
         [of_gpu("peak_16_bit_flops"), of_gpu("peak_8_bit_flops")],
         of_gpu("peak_4_bit_flops"),
     )
+    power = np.array(power_of("16bit"))[which]
+    # PyTorch's own attention is a FlashAttention-2 that was written for Ampere; Megatron calls
+    # the kernels of the GPU's generation (cuDNN, FlashAttention-3). FSDP models without a
+    # gated feed-forward were published in 2023 and used FlashAttention-1.
+    is_torch = (programs == "fsdp")[software]
+    torch_kernel = np.where(
+        workloads.gated_linear_unit > 0,
+        constant_of("flash_attention_2"),
+        constant_of("flash_attention_1"),
+    )
+    attention = np.where(is_torch, torch_kernel, constant_of("attention"))
     return RowHardware(
-        generation=generation,
+        generation=np.array([gpu.generation for gpu in gpus], dtype=str)[which],
         peak_16_bit_flops=of_gpu("peak_16_bit_flops"),
         peak_flops=peak,
-        gemm_efficiency=efficiency,
+        gemm_efficiency=efficiency[which, precision],
         memory_bytes=of_gpu("memory_bytes"),
         memory_bytes_per_s=of_gpu("memory_bytes_per_s"),
         nvlink_bytes_per_s=of_gpu("nvlink_bytes_per_s"),
         num_multiprocessors=of_gpu("num_multiprocessors"),
+        gemm_16_bit_efficiency=constant_of("gemm.16bit"),
+        attention_rate=of_gpu("peak_16_bit_flops") * attention * power,
         power=power,
+        gemm_power=np.array([power_of(kind) for kind in kinds])[precision, which],
     )
 
 
@@ -134,15 +165,14 @@ _KINDS = {"fp16": "16bit", "bf16": "16bit", "fp8": "fp8", "mxfp8": "mxfp8", "nvf
 _BITS = {"16bit": 16, "fp8": 8, "mxfp8": 8, "nvfp4": 4}
 
 
-def _kind_of(precisions: TextArray) -> TextArray:
-    unknown = sorted({str(name) for name in precisions} - set(_KINDS))
-    if unknown:
+def _kind_of(precision: str) -> str:
+    if precision not in _KINDS:
         raise ConfigError(
-            f"precision {unknown[0]!r} is not known.",
+            f"precision {precision!r} is not known.",
             rule=f"a row computes in one of {', '.join(_KINDS)}",
             fix="name one of them in the column precision",
         )
-    return np.array([_KINDS[str(name)] for name in precisions], dtype=str)
+    return _KINDS[precision]
 
 
 def gpu_named(name: str, hardware: Hardware) -> Gpu:
@@ -161,9 +191,9 @@ def gpu_named(name: str, hardware: Hardware) -> Gpu:
     return hardware.gpus[max(known, key=len)]
 
 
-def _efficiency(key: str, hardware: Hardware) -> float:
+def _efficiency(generation: str, kind: str, hardware: Hardware) -> float:
+    key = f"{generation}.gemm.{kind}"
     if key not in hardware.constants:
-        generation, _, kind = key.split(".")
         raise ConfigError(
             f"{generation} GPUs have no constant for products in {kind}.",
             rule="each precision that a GPU computes in has a fitted efficiency",
@@ -197,7 +227,7 @@ def save_constants(hardware: Hardware, obtained: str) -> None:
     for path in sorted(CONSTANTS.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         for name, constant in content["constants"].items():
-            if constant["width"]:
+            if constant["width"] or name.startswith("interval."):
                 constant["value"] = float(f"{hardware.constants[f'{path.stem}.{name}']:.6g}")
                 constant["obtained"] = obtained
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,21 +29,6 @@ class PassTime:
     """Exposed communication, forward and backward together."""
 
 
-def active_scale(loads: Workloads) -> FloatArray:
-    """Return the published active parameters over the active parameters of the columns.
-
-    Shared experts, latent attention and a few dense layers have no columns; their products are
-    assumed to run at the speed of the other products. 1 for dense models.
-    """
-    layer = 2 * loads.hidden_size * (loads.query_width + loads.kv_width)
-    layer = layer + 3 * loads.expert_hidden_size * loads.moe_ffn_hidden_size * loads.moe_router_topk
-    embeddings = 2 * loads.hidden_size * loads.vocab_size
-    known = loads.num_layers * layer
-    published = loads.active_params - embeddings
-    scale = np.where(known > 0, published / np.maximum(known, 1.0), 1.0)
-    return np.where(loads.is_moe & (loads.active_params > 0), np.clip(scale, 0.8, 1.6), 1.0)
-
-
 def attention_products(loads: Workloads) -> list[Product]:
     """Return (m, n, k) of the projections before and after attention, on one rank."""
     tokens, hidden, tp = loads.microbatch_tokens, loads.hidden_size, loads.tensor_size
@@ -65,22 +51,18 @@ def dense_products(loads: Workloads) -> list[Product]:
 def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTime:
     """Return the time of one layer; the backward contains the recomputation."""
     loads, hardware = operators.workloads, operators.hardware
-    scale = active_scale(loads)
-    of_attention, of_feed_forward = attention_products(loads), dense_products(loads)
-    forward_gemm = sum(operators.linear_forward(*shape) for shape in of_attention)
-    backward_gemm = sum(operators.linear_backward(*shape) for shape in of_attention)
-    dense_forward = sum(operators.linear_forward(*shape) for shape in of_feed_forward)
-    dense_backward = sum(operators.linear_backward(*shape) for shape in of_feed_forward)
-    expert_forward, expert_backward = _experts(operators)
-    feed_forward = scale * np.where(loads.is_moe, expert_forward, dense_forward)
-    forward_gemm = scale * forward_gemm + feed_forward
-    backward_gemm = scale * (
-        backward_gemm + np.where(loads.is_moe, expert_backward, dense_backward)
-    )
+    share = loads.attention_layers * loads.mixer_scale
+    mixers = _linear(operators, attention_products(loads), share)
+    mixers += _linear(operators, mamba_products(loads), loads.mamba_layers)
+    mlp = _linear(operators, dense_products(loads), loads.dense_layers)
+    mlp += _experts(operators)
+    feed_forward = mlp[0]
+    forward_gemm, backward_gemm = mixers + mlp
     attention = operators.attention_forward()
+    scan = operators.scan_forward()
     elementwise = operators.elementwise_forward()
-    forward_gpu = forward_gemm + attention + elementwise
-    backward_gpu = backward_gemm + operators.attention_backward() + 1.6 * elementwise
+    forward_gpu = forward_gemm + attention + scan + elementwise
+    backward_gpu = backward_gemm + operators.attention_backward() + 2.5 * scan + 1.6 * elementwise
 
     again = np.select(
         [loads.recompute == kind for kind in RECOMPUTE_KINDS[1:]],
@@ -89,6 +71,7 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
             operators.norms_forward(),
             feed_forward,
             0.5 * forward_gemm + elementwise,
+            elementwise,
             elementwise,
             forward_gpu,
         ],
@@ -99,19 +82,21 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     # Each micro batch adds its gradient of the weights to the sum.
     # In fp32 a bf16 gradient is read, cast and added; the fused kernel adds in one pass.
     is_cast = (loads.precision == "bf16") & (loads.flash_attention == 0)
-    accumulation = operators.memory(np.where(is_cast, 16.0, 6.0) * parameters_of_layer(loads))
+    summed = parameters_of_layer(loads) * loads.trained_share
+    accumulation = operators.memory(np.where(is_cast, 16.0, 6.0) * summed)
     backward_gpu = backward_gpu + accumulation * hardware.constant("accumulation_traffic")
     launch = operators.launch()
-    gap = hardware.per_software("layer_s", loads)
+    gap = hardware.per_software("layer_s", loads) * operators.without_graph()
+    gap = gap + operators.expert_launch()
     forward_gpu = operators.beside_launches(forward_gpu, launch) + gap
     backward_gpu = operators.beside_launches(backward_gpu + again, launch * (2 + layers_again))
     backward_gpu = backward_gpu + gap * (2 + layers_again)
 
     tensor = tensor_communication(collectives)
     expert = expert_communication(collectives)
-    context = context_communication(collectives)
+    context = exposed_context(collectives)
     hidden_share = hardware.per_software("tensor_exposed", loads)
-    per_pass = tensor * hidden_share + context * hardware.constant("context_exposed")
+    per_pass = tensor * hidden_share + context
     per_pass = per_pass + expert * hardware.constant("expert_exposed")
     exposed_forward = per_pass
     exposed_backward = per_pass * (1 + layers_again)
@@ -139,13 +124,35 @@ def expert_products(loads: Workloads) -> list[Product]:
     ]
 
 
-def _experts(operators: OperatorCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of the routed experts of a rank, with one product per expert."""
-    shapes = expert_products(operators.workloads)
-    slower = operators.workloads.local_experts / operators.hardware.constant("grouped_gemm")
-    forward = sum(operators.linear_forward(*shape) for shape in shapes)
-    backward = sum(operators.linear_backward(*shape) for shape in shapes)
-    return forward * slower, backward * slower
+def mamba_products(loads: Workloads) -> list[Product]:
+    """Return (m, n, k) of the projections before and after a Mamba-2 mixer, on one rank."""
+    tokens, hidden, tp = loads.microbatch_tokens, loads.hidden_size, loads.tensor_size
+    return [(tokens, loads.mamba_inputs / tp, hidden), (tokens, hidden, loads.mamba_width / tp)]
+
+
+def _linear(
+    operators: OperatorCosts,
+    shapes: Sequence[Product],
+    share: FloatArray,
+    count: FloatArray | float = 1.0,
+) -> FloatArray:
+    """Return the seconds of products, forward and backward, [2, rows], in a share of the layers."""
+    is_there = share > 0
+    # Where no layer has them, their sizes may be 0.
+    safe = [[np.where(is_there, size, 1.0) for size in shape] for shape in shapes]
+    forward = sum(operators.linear_forward(m, n, k, count) for m, n, k in safe)
+    backward = sum(operators.linear_backward(m, n, k, count) for m, n, k in safe)
+    return share * np.stack([forward, backward])
+
+
+def _experts(operators: OperatorCosts) -> FloatArray:
+    """Return the seconds of the routed experts of a rank, as `_linear`.
+
+    The products of local experts run side by side, in one kernel or in several streams.
+    """
+    loads = operators.workloads
+    found = _linear(operators, expert_products(loads), loads.expert_layers, loads.local_experts)
+    return found / operators.hardware.constant("grouped_gemm")
 
 
 def tensor_communication(collectives: CollectiveCosts) -> FloatArray:
@@ -153,22 +160,34 @@ def tensor_communication(collectives: CollectiveCosts) -> FloatArray:
     loads = collectives.workloads
     whole = 2 * loads.microbatch_tokens * loads.hidden_size
     one = np.ones_like(whole)
-    return 2 * collectives.all_reduce(whole, loads.tensor_size, one)
+    parts = loads.attention_layers + loads.mamba_layers + loads.dense_layers + loads.expert_layers
+    return parts * collectives.all_reduce(whole, loads.tensor_size, one)
 
 
 def expert_communication(collectives: CollectiveCosts) -> FloatArray:
     """Return the two all-to-alls of a pass of a layer: tokens to their experts and back."""
     loads = collectives.workloads
     bytes_of_copy = 2 * loads.microbatch_tokens / loads.tensor_size * loads.expert_hidden_size
-    return 2 * collectives.expert_exchange(bytes_of_copy, loads.moe_router_topk)
+    exchange = collectives.expert_exchange(bytes_of_copy, loads.moe_router_topk)
+    return 2 * loads.expert_layers * exchange
 
 
-def context_communication(collectives: CollectiveCosts) -> FloatArray:
-    """Return the exchange of keys and values of a pass of a layer around the ring."""
+def exposed_context(collectives: CollectiveCosts) -> FloatArray:
+    """Return the exposed exchange of a pass of a layer between ranks that share a sequence.
+
+    Keys and values travel round the ring beside attention. An exchange of heads sends queries,
+    keys, values and the context before and after attention; each rank gets whole key heads.
+    """
     loads = collectives.workloads
     whole = 2 * 2 * loads.microbatch_tokens * loads.context_size * loads.kv_width
     whole = whole / loads.tensor_size
-    return 1.5 * collectives.all_gather(whole, loads.context_size, loads.tensor_size)
+    gathered = collectives.all_gather(whole, loads.context_size, loads.tensor_size)
+    ring = 1.5 * gathered * collectives.hardware.constant("context_exposed")
+    copies = np.maximum(loads.context_size * loads.tensor_size / loads.num_query_groups, 1.0)
+    width = 2 * (loads.query_width + loads.kv_width * copies) / loads.tensor_size
+    sent = 2 * loads.microbatch_tokens * width
+    heads = collectives.all_gather(sent, loads.context_size, loads.tensor_size)
+    return loads.attention_layers * np.where(loads.exchanges_heads > 0, heads, ring)
 
 
 def output_layer_time(operators: OperatorCosts) -> PassTime:
@@ -176,8 +195,10 @@ def output_layer_time(operators: OperatorCosts) -> PassTime:
     loads = operators.workloads
     tokens, width = loads.microbatch_tokens, loads.vocab_size / loads.tensor_size
     hidden = loads.hidden_size
-    # Logits in 16 bits, their fp32 copy, exponentials and the gradient, each read and written.
-    traffic = operators.memory(12 * tokens * width)
+    # Logits in 16 bits, their fp32 copy, exponentials and the gradient, each read and written. The
+    # loss of this project reads the logits in each pass and writes the gradient in their place.
+    per_logit = np.where(loads.is_lattice, 3.0, 12.0)
+    traffic = operators.memory(per_logit * tokens * width)
     forward = operators.gemm(tokens, width, hidden, sixteen_bit=True) + traffic
     backward = operators.gemm(tokens, hidden, width, sixteen_bit=True)
     backward = backward + operators.gemm(hidden, width, tokens, sixteen_bit=True) + traffic

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lattice.planner.autofill import USABLE_SHARE
+from megatron_lattice.planner.autofill import SAFE_SHARE
 from megatron_lattice.planner.hardware import Gpu, Hardware, rows_hardware
 from megatron_lattice.planner.layout_space import Choices, layout_space
 from megatron_lattice.planner.memory import predict_memory
@@ -88,7 +88,7 @@ def _memory(table: Workloads, hardware: Hardware) -> tuple[FloatArray, NDArray[n
     for rows in _blocks(np.arange(len(table))):
         some = table.take(rows)
         memory[rows] = predict_memory(some, hardware).total
-        fitting[rows] = memory[rows] <= USABLE_SHARE * rows_hardware(some, hardware).memory_bytes
+        fitting[rows] = memory[rows] <= SAFE_SHARE * rows_hardware(some, hardware).memory_bytes
     return memory, fitting
 
 

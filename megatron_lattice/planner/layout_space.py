@@ -17,6 +17,7 @@ import numpy as np
 from megatron_lattice.planner.autofill import MICRO_BATCH_SIZES
 from megatron_lattice.planner.workload import Workloads
 
+UNEQUAL_CHUNKS = (1, 2, 4, 8)
 RECOMPUTE_QUARTERS = (1, 2, 3, 4)
 """Quarters of a chunk's layers that are recomputed, rounded up to layers."""
 
@@ -34,6 +35,8 @@ class Choices:
     micro_batch_size: tuple[int, ...] = ()
     sharding_stage: tuple[int, ...] = ()
     recompute: tuple[str, ...] = ()
+    has_stages: bool = False
+    """The settings of the run determine the layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def _table(model: Workloads, found: Sequence[tuple[float | str, ...]]) -> Worklo
         for name, values in zip(LAYOUT_COLUMNS, zip(*found, strict=True), strict=True)
     }
     columns["sequence_parallel"] = np.where(columns["tensor_size"] > 1, 1.0, 0.0)
+    is_whole = model.num_attention_heads / columns["tensor_size"] % columns["context_size"] == 0
+    columns["exchanges_heads"] = model.exchanges_heads * is_whole
     columns["may_interleave"] = columns["must_interleave"] = np.where(
         columns["num_chunks"] > 1, 1.0, 0.0
     )
@@ -113,7 +118,7 @@ def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterato
     batch = _number(model.global_batch_size)
     splits = divisors(world)
     for tp, pp in itertools.product(choices.tensor_size or splits, choices.pipeline_size or splits):
-        reason = _why_not_split(model, tp, pp)
+        reason = _why_not_split(model, tp)
         if reason:
             refused[reason] += 1
             continue
@@ -134,15 +139,13 @@ def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterato
                         yield _Ranks(tp, pp, cp, ep, etp, data)
 
 
-def _why_not_split(model: Workloads, tp: int, pp: int) -> str:
-    """Return which size tensor and pipeline parallelism do not divide; empty if all divide."""
+def _why_not_split(model: Workloads, tp: int) -> str:
+    """Return which size tensor parallelism does not divide; empty if it divides all."""
     heads, groups = _number(model.num_attention_heads), _number(model.num_query_groups)
     if heads % tp or (groups % tp and tp % groups):
         return "the attention heads do not divide over tensor"
     if _number(model.ffn_hidden_size) % tp:
         return "the feed-forward does not divide over tensor"
-    if counted_layers(_number(model.num_layers), pp) is None:
-        return "the layers do not divide over pipeline"
     return ""
 
 
@@ -157,6 +160,23 @@ def counted_layers(num_layers: int, num_stages: int) -> int | None:
         if total % num_stages == 0 and (extra == 0 or num_stages > 1):
             return total
     return None
+
+
+def layers_of_chunk(num_layers: int, num_stages: int) -> int:
+    """Return the layers of the largest of so many stages."""
+    return -(-(counted_layers(num_layers, num_stages) or num_layers) // num_stages)
+
+
+def stage_layers(num_layers: int, num_stages: int, num_chunks: int) -> list[int]:
+    """Return the layers of each chunk, in model order, as equal as possible for each rank.
+
+    The last rank, which has the output layer, gets fewer where the layers do not divide.
+    """
+    layers = [num_layers // (num_stages * num_chunks)] * (num_stages * num_chunks)
+    for extra in range(num_layers - sum(layers)):
+        # Rank by rank; each time around, the next chunk.
+        layers[extra] += 1
+    return layers
 
 
 def _expert_grids(
@@ -188,8 +208,13 @@ def _batches(
         if per_rank % micro:
             refused["a replica's samples do not divide into micro batches"] += 1
             continue
+        # Chunks of unequal size are tried where no equal ones halve the layers of a stage.
+        is_uneven = counted_layers(layers, 2 * ranks.pipeline) is None
         for chunks in choices.num_chunks or range(1, most + 1):
-            if counted_layers(layers, ranks.pipeline * chunks) is None:
+            is_equal = counted_layers(layers, ranks.pipeline * chunks) is not None
+            if layers < ranks.pipeline * chunks and not is_equal:
+                refused["a stage needs a layer"] += 1
+            elif not (is_equal or choices.has_stages or is_uneven and chunks in UNEQUAL_CHUNKS):
                 refused["the layers do not divide over the chunks"] += 1
             elif chunks > 1 and ranks.pipeline == 1:
                 refused["chunks divide the work of pipeline ranks"] += 1
@@ -216,15 +241,14 @@ def _sharding_stages(choices: Choices, ranks: _Ranks) -> tuple[int, ...]:
 def _recomputations(
     model: Workloads, choices: Choices, num_stages: int, num_chunks: int
 ) -> list[tuple[str, float]]:
-    kinds = choices.recompute or ("none", "layernorm", "mlp", "full")
+    kinds = choices.recompute or ("none", "layernorm", "activations", "mlp", "full")
+    if not choices.recompute and not model.is_moe[0]:
+        kinds = tuple(kind for kind in kinds if kind != "activations")  # the norms are all of them
     if not choices.recompute and not model.flash_attention[0]:
         kinds = ("none", "selective", *kinds[1:])  # a fused kernel keeps no scores to recompute
     found = [(kind, 1.0) for kind in kinds if kind != "full"]
     if "full" in kinds:
-        stages = num_stages * num_chunks
-        counted = counted_layers(_number(model.num_layers), stages)
-        assert counted is not None
-        per_chunk = counted // stages
+        per_chunk = layers_of_chunk(_number(model.num_layers), num_stages * num_chunks)
         layers = {-(-per_chunk * quarter // 4) for quarter in RECOMPUTE_QUARTERS}
         found += [("full", count / per_chunk) for count in sorted(layers)]
     return found

@@ -20,7 +20,7 @@ from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.reports import STEP_TIME, read_run
 from megatron.training.rules import resolve_and_check
 from megatron_lattice.planner.hardware import Gpu
-from megatron_lattice.planner.run_workload import KIND_OF_MODULE, workload_of_run
+from megatron_lattice.planner.run_workload import kind_of_modules, workload_of_run
 from megatron_lattice.planner.workload import Workloads
 
 WARM_UP_STEPS = 2
@@ -140,8 +140,4 @@ def _recomputation(run: ResolvedRun, chunks: int) -> tuple[str, float]:
         chosen = settings.recompute_num_layers
         is_part = settings.recompute_method == "block" and chosen is not None
         return "full", min(1.0, (chosen or 0) / layers) if is_part else 1.0
-    known = KIND_OF_MODULE | {"moe_act": "mlp", "shared_experts": "mlp"}
-    kinds = {known.get(module, "modules") for module in settings.recompute_modules or ["core_attn"]}
-    if "mlp" in kinds:
-        return "mlp", 1.0
-    return (kinds.pop() if len(kinds) == 1 else "modules"), 1.0
+    return kind_of_modules(settings.recompute_modules or ["core_attn"]), 1.0

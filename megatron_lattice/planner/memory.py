@@ -58,8 +58,10 @@ def predict_memory(workloads: Workloads, hardware: Hardware) -> Memory:
     full = workloads.recompute == "full"
     # Under full recomputation, one layer at a time holds all of its activations again.
     on_last = np.where(workloads.pipeline_size == 1, 1.0, 0.0)
-    # Logits in 16 bits, in fp32, and the gradient in one of them or both.
-    logits = 10 * workloads.microbatch_tokens * workloads.vocab_size / workloads.tensor_size
+    # Logits in 16 bits, in fp32, and the gradient in one of them or both. The loss of this project
+    # reads logits in 16 bits and writes their gradient in place.
+    per_logit = np.where(workloads.is_lattice, 2.0, 10.0)
+    logits = per_logit * workloads.microbatch_tokens * workloads.vocab_size / workloads.tensor_size
     # The last stage holds fewer micro batches than the first, which leaves space for its logits.
     logits = logits * on_last
     # The backward reaches a recomputed layer after the logits are freed, so the two peaks are
@@ -78,9 +80,8 @@ def model_states(workloads: Workloads) -> FloatArray:
     weights and moments. The ZeRO stage determines which of them data parallelism shards.
     """
     shares = parameters_of_rank(workloads)
-    size = workloads.data_size * workloads.context_size
-    expert_size = np.maximum(size / workloads.expert_size, 1.0)
-    return _states(workloads, shares.dense, size) + _states(workloads, shares.expert, expert_size)
+    dense = _states(workloads, shares.dense, workloads.replicas)
+    return dense + _states(workloads, shares.expert, workloads.expert_replicas)
 
 
 def _states(workloads: Workloads, weights: FloatArray, size: FloatArray) -> FloatArray:
@@ -89,8 +90,9 @@ def _states(workloads: Workloads, weights: FloatArray, size: FloatArray) -> Floa
     is_kept = workloads.pipeline_size > 1
     stage = np.where(is_kept, np.minimum(workloads.sharding_stage, 1.0), workloads.sharding_stage)
     kept = workloads.weight_bytes * np.where(stage >= 3, 1 / size, 1.0)
-    kept = kept + workloads.gradient_bytes * np.where(stage >= 2, 1 / size, 1.0)
-    kept = kept + workloads.optimizer_bytes * np.where(stage >= 1, 1 / size, 1.0)
+    updated = workloads.gradient_bytes * np.where(stage >= 2, 1 / size, 1.0)
+    updated = updated + workloads.optimizer_bytes * np.where(stage >= 1, 1 / size, 1.0)
+    kept = kept + workloads.trained_share * updated
     gathered = np.where(
         stage >= 3, 2 * 2 * parameters_of_layer(workloads) + 2 * embedding_parameters(workloads), 0
     )
@@ -120,14 +122,19 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
     residual = hidden * (4 + 2 * operand + np.where(flash, 0.0, 2.0)) / split
     # Queries, keys, values and the context; fused kernels keep rotated queries as well.
     queries = np.where(flash, 6 * loads.query_width, 4 * loads.query_width)
-    attention = (queries + 4 * loads.kv_width) / tp
+    attention = loads.attention_layers * (queries + 4 * loads.kv_width) / tp
+    attention = attention + loads.mamba_layers * 2 * (loads.mamba_inputs + loads.mamba_width) / tp
     scores = np.where(flash, 0.0, 5 * loads.num_attention_heads * loads.seq_length) / tp
+    # Latent attention computes queries, keys and values again from their latents.
+    is_latent = loads.is_moe & (loads.num_query_groups == loads.num_attention_heads)
+    latents = np.where(is_latent, 4 * loads.query_width + 4 * loads.kv_width, 0.0) / tp
     halves = 1 + loads.gated_linear_unit
     # Whether tensor-parallel ranks split an expert or the tokens, each has 1/tp of the products.
     routed_width = loads.moe_ffn_hidden_size * loads.moe_router_topk
-    ffn = np.where(loads.is_moe, routed_width, loads.ffn_hidden_size) / tp
+    ffn = loads.expert_layers * routed_width + loads.dense_layers * loads.ffn_hidden_size
+    ffn = ffn / tp
     feed_forward = ffn * (2 * halves + operand)
-    routed = np.where(loads.is_moe, loads.moe_router_topk * loads.expert_hidden_size, 0.0) / split
+    routed = loads.expert_layers * loads.moe_router_topk * loads.expert_hidden_size / split
     routed = routed * (2 + operand)
     everything = residual + attention + scores + feed_forward + routed
     kept = np.select(
@@ -137,7 +144,8 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
             everything - 2 * operand * hidden / split,
             everything - feed_forward - routed,
             2 * hidden / split + 0.5 * (attention + feed_forward),
-            everything - 2 * operand * hidden / split - ffn * operand - routed / 2,
+            everything - 2 * operand * hidden / split - ffn * operand - routed / 2 - latents,
+            everything - 2 * operand * hidden / split - ffn * operand,
             2 * hidden / split,
         ],
         everything,

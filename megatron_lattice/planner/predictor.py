@@ -15,7 +15,8 @@ from megatron_lattice.planner.correction import Correction, fit_correction, load
 from megatron_lattice.planner.hardware import Hardware, load_hardware
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.step_time import predict_step
-from megatron_lattice.planner.workload import FloatArray, Workloads, from_rows
+from megatron_lattice.planner.table_rows import from_rows
+from megatron_lattice.planner.workload import FloatArray, Workloads
 
 NINE_TENTHS = 1.645
 """Number of standard deviations around the mean that contain 90 % of a normal distribution."""
@@ -32,11 +33,16 @@ class Predictor:
 
     def modelled_seconds(self, workloads: Workloads) -> FloatArray:
         """Return the seconds of the time model without the correction."""
-        return predict_step(autofill(workloads, self.hardware), self.hardware).total
+        return predict_step(self.filled(workloads), self.hardware).total
+
+    def filled(self, workloads: Workloads) -> Workloads:
+        """Return the table without blanks."""
+        filled = autofill(workloads, self.hardware)
+        return self.correction.completed(filled, self.hardware)
 
     def seconds(self, workloads: Workloads) -> FloatArray:
         """Return the seconds, corrected by the errors on similar measured steps."""
-        filled = autofill(workloads, self.hardware)
+        filled = self.filled(workloads)
         factor = self.correction.factor(filled, self.hardware)
         return factor * predict_step(filled, self.hardware).total
 
@@ -44,14 +50,19 @@ class Predictor:
         """Return the factor within which 90 % of measured steps lie, in either direction.
 
         The residuals of this cluster's runs give it if there are any. Else it is interpolated
-        between two limits of the cross-validation, by the similarity to measured rows.
+        between two limits of the cross-validation, by the similarity to measured rows: two for
+        dense models, and two for experts.
         """
         if self.deviation is not None:
             return np.full(len(workloads), np.exp(NINE_TENTHS * self.deviation))
-        filled = autofill(workloads, self.hardware)
-        near, far = (self.hardware.constant(f"interval.{name}") for name in ("near", "far"))
+        filled = self.filled(workloads)
         like = self.correction.similarity(filled, self.hardware)
-        return np.asarray(np.exp(like * near + (1 - like) * far))
+        constant = self.hardware.constant
+        limits = [
+            like * constant(f"interval.{kind}.near") + (1 - like) * constant(f"interval.{kind}.far")
+            for kind in ("dense", "experts")
+        ]
+        return np.asarray(np.exp(np.where(filled.is_moe, limits[1], limits[0])))
 
 
 def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:
@@ -75,7 +86,7 @@ def score_rows(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> list[
 
     Memory is in GiB. 90 % of measured steps lie between the low and the high time.
     """
-    workloads = autofill(from_rows(rows), predictor.hardware)
+    workloads = predictor.filled(from_rows(rows))
     seconds = predictor.seconds(workloads)
     memory = predict_memory(workloads, predictor.hardware).total / GIB
     off = predictor.interval(workloads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,20 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
-from megatron.core.transformer.config.layer_kinds import ATTENTION
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.transformer.config.layer_kinds import DENSE, MAMBA
+from megatron.core.transformer.config.layer_sizes import PATH_FLAG
+from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.metrics.model_size import ModelSize
 from megatron_lattice.planner.hardware import Gpu
-from megatron_lattice.planner.layout_space import Choices, counted_layers
+from megatron_lattice.planner.layout_space import (
+    Choices,
+    counted_layers,
+    layers_of_chunk,
+    stage_layers,
+)
 from megatron_lattice.planner.workload import Workloads
 
 FREE_LAYOUT: Mapping[str, Any] = {
@@ -32,6 +40,9 @@ FREE_LAYOUT: Mapping[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
     "sequence_parallel": False,
     "micro_batch_size": 1,
     "use_distributed_optimizer": False,
@@ -50,10 +61,14 @@ KIND_OF_MODULE = {
     "core_attn": "selective", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp",
 }  # fmt: skip
 """Planner's kind of recomputation for each word of --recompute-modules."""
-_DECIDED_OTHERWISE = (
+STAGES = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
-    "use_torch_fsdp2", "use_megatron_fsdp",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+"""Settings that determine the layers of each stage."""
+_DECIDED_OTHERWISE = (
+    "num_layers_per_virtual_pipeline_stage", "use_torch_fsdp2", "use_megatron_fsdp",
 )  # fmt: skip
 
 
@@ -106,25 +121,59 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
             flags=["--bf16", "--fp16"],
             fix="add --bf16",
         )
-    others = sum(not (kind.mixer == ATTENTION and kind.mlp) for kind in size.layer_kinds)
+    kinds = size.layer_kinds
+    others = sum(kind.is_recurrent and kind.mixer != MAMBA for kind in kinds)
     if others:
         raise ConfigError(
-            f"{others} layers are not attention and an MLP.",
+            f"{others} layers are neither attention nor Mamba-2.",
             rule="the planner has no time model for such layers; pretrain_gpt.py --dry-run and"
             " tools/plan.py memory print their parameters, operations and memory",
             flags=["--experimental-attention-variant", "--hybrid-layer-pattern"],
             fix="leave it out to plan a model with attention",
+        )
+    if size.config.blocks:
+        raise ConfigError(
+            "layers have several sizes.",
+            rule="the planner has one time of all layers with attention, and one of all MLPs",
+            flags=[PATH_FLAG],
+            fix=f"drop {PATH_FLAG} to plan a model whose layers have the same sizes",
         )
     states = state_bytes(run.optimizer, precision, grads_in_fp32=run.ddp.grad_reduce_in_fp32)
     config, layers = size.config, size.config.num_layers
     routed = sum(kind.has_experts for kind in size.layer_kinds) * size.routed_parameters
     tables = size.head_matrix * (1 if size.is_tied else 2)
     experts, groups = config.num_moe_experts or 0, config.num_query_groups or 0
+
+    def share(number: int) -> float:
+        return number / layers
+
+    with_mlp = share(sum(kind.mlp == DENSE for kind in kinds))
+    with_mamba = share(sum(kind.mixer == MAMBA for kind in kinds))
+    with_attention = share(sum(kind.attends for kind in kinds))
+    heads = config.num_attention_heads
+    kv_heads = heads if config.multi_latent_attention else groups
+    mamba_width = (config.mamba_num_heads or 0) * config.mamba_head_dim if with_mamba else 0
+    states_width = config.mamba_num_groups * config.mamba_state_dim
+    mamba_inputs = 2 * (mamba_width + states_width) + (config.mamba_num_heads or 0)
+    # Shared experts and latents count as weights of the mixers.
+    mixers = (size.total_parameters - routed - tables) / layers
+    mixers -= (
+        with_mlp
+        * size.config.hidden_size
+        * (config.ffn_hidden_size or 0)
+        * (2 + config.gated_linear_unit)
+    )
+    mixers -= with_mamba * config.hidden_size * (mamba_inputs + mamba_width)
+    columns_of_attention = (
+        with_attention * 2 * config.hidden_size * (heads + kv_heads) * size.value_head
+    )
+    # Queries and keys may be wider than values.
+    wider = size.score_width / (2 * size.attention_width) if with_attention else 1.0
     numbers: dict[str, float] = {
         "num_layers": layers,
         "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_attention_heads if config.multi_latent_attention else groups,
+        "num_attention_heads": heads,
+        "num_query_groups": kv_heads,
         "kv_channels": size.value_head,
         "ffn_hidden_size": config.ffn_hidden_size or 0,
         "gated_linear_unit": config.gated_linear_unit,
@@ -133,9 +182,20 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         "moe_router_topk": config.moe_router_topk if experts else 0,
         "moe_ffn_hidden_size": size.expert_width if experts else 0,
         "expert_hidden_size": config.moe_latent_size or config.hidden_size,
-        "active_params": size.active_parameters if experts else 0,
+        "mixer_scale": mixers / columns_of_attention if with_attention else 1,
         "dense_params": (size.total_parameters - routed - tables) / layers,
         "expert_params": routed / layers,
+        "attention_layers": with_attention,
+        "dense_layers": with_mlp,
+        "expert_layers": share(sum(kind.has_experts for kind in kinds)),
+        "mamba_layers": with_mamba,
+        "mamba_width": mamba_width,
+        "mamba_inputs": mamba_inputs if with_mamba else 0,
+        "mamba_state_size": config.mamba_state_dim if with_mamba else 0,
+        "attended_share": wider * _share_of_keys(size),
+        "has_sinks": config.softmax_type == "learnable",
+        "trained_share": _trained_share(run, size),
+        "grouped_products": config.moe_grouped_gemm,
         "num_tables": 1 if size.is_tied else 2,
         "seq_length": run.model.seq_length,
         "world_size": world_size,
@@ -143,6 +203,7 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         "pipeline_size": 1,
         "num_chunks": 1,
         "context_size": 1,
+        "exchanges_heads": set(as_list(run.parallelism.cp_comm_type or "p2p")) == {"a2a"},
         "expert_size": 1,
         "expert_tensor_size": 1,
         "data_size": world_size,
@@ -165,8 +226,31 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         **columns,
         gpu=np.array([gpu.name]),
         recompute=np.array(["none"], dtype="<U16"),
-        precision=np.array(["bf16" if precision.bf16 else "fp16"]),
+        precision=np.array([_precision(run)]),
+        software=np.array(["lattice"]),
+        graphs=np.array(["layer" if config.captures_layers else "none"]),
     )
+
+
+def _precision(run: ResolvedRun) -> str:
+    config = run.transformer_config
+    if config.fp4:
+        return "nvfp4"
+    if config.fp8:
+        return "mxfp8" if config.fp8_recipe == "mxfp8" else "fp8"
+    return "bf16" if run.precision.bf16 else "fp16"
+
+
+def _trained_share(run: ResolvedRun, size: ModelSize) -> float:
+    """Return the share of the weights that are trained: adapters beside the matrices of a layer."""
+    rank = run.config.lora.lora_rank
+    if not rank:
+        return 1.0
+    config, heads = size.config, size.attention_width
+    widths = (
+        4 * config.hidden_size + 2 * heads + 2 * (config.num_query_groups or 0) * size.value_head
+    )
+    return rank * widths * config.num_layers / size.total_parameters
 
 
 def choices_of(config: RunConfig, given: frozenset[str]) -> Choices:
@@ -193,54 +277,77 @@ def choices_of(config: RunConfig, given: frozenset[str]) -> Choices:
             fix="drop --pipeline-schedule",
         )
 
+    has_stages = any(name in given for name in STAGES)
+
     def fixed(name: str) -> tuple[int, ...]:
         return (int(config.value_of(name)),) if name in given else ()
 
     return Choices(
         tensor_size=fixed("tensor_model_parallel_size"),
-        pipeline_size=fixed("pipeline_model_parallel_size"),
+        pipeline_size=fixed("pipeline_model_parallel_size")
+        or (config.parallelism.pipeline_model_parallel_size,) * has_stages,
         context_size=fixed("context_parallel_size"),
         expert_size=fixed("expert_model_parallel_size"),
         expert_tensor_size=fixed("expert_tensor_parallel_size"),
-        num_chunks=fixed("num_virtual_stages_per_pipeline_rank"),
+        num_chunks=fixed("num_virtual_stages_per_pipeline_rank")
+        or _chunks_of_stages(config, given),
         micro_batch_size=fixed("micro_batch_size"),
         sharding_stage=_sharding_choices(config, given),
-        recompute=_recompute_choices(config),
+        recompute=_recompute_choices(config, given),
+        has_stages=has_stages,
     )
+
+
+def _chunks_of_stages(config: RunConfig, given: frozenset[str]) -> tuple[int, ...]:
+    """Return the number of chunks that the layers of each stage determine."""
+    if not any(name in given for name in STAGES):
+        return ()
+    layout = config.value_of("pipeline_model_parallel_layout")
+    size = config.parallelism.pipeline_model_parallel_size
+    return ((virtual_stages_of(layout, size) if layout else None) or 1,)
 
 
 def _sharding_choices(config: RunConfig, given: frozenset[str]) -> tuple[int, ...]:
     if "data_parallel_sharding_strategy" in given:
         return (SHARDING_STRATEGIES.index(config.ddp.data_parallel_sharding_strategy),)
-    return (1,) if config.ddp.use_distributed_optimizer else ()
+    is_on = "use_distributed_optimizer" in given and config.ddp.use_distributed_optimizer
+    return (1,) if is_on else ()
 
 
-def _recompute_choices(config: RunConfig) -> tuple[str, ...]:
+def _recompute_choices(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
     precision = config.precision
     granularity = precision.recompute_granularity
     if precision.recompute_activations:
         granularity = granularity or "selective"
-    if granularity is None:
+    if granularity is None or not given & {"recompute_granularity", "recompute_activations"}:
         return ()
     if granularity == "full":
         return ("full",)
-    modules = precision.recompute_modules or ["core_attn"]
-    if len(modules) > 1 or modules[0] not in KIND_OF_MODULE:
-        raise ConfigError(
-            f"--recompute-modules {' '.join(modules)} with a search for the layout.",
-            rule="a search predicts one recomputed part of a layer, or the whole of it",
-            flags=["--recompute-modules"],
-            fix="drop --recompute-granularity and --recompute-modules, or name one module",
-        )
-    return (KIND_OF_MODULE[modules[0]],)
+    return (kind_of_modules(precision.recompute_modules or ["core_attn"]),)
 
 
-def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any]:
+def kind_of_modules(modules: Sequence[str]) -> str:
+    """Return the planner's kind of recomputation for --recompute-modules."""
+    kinds = {KIND_OF_MODULE.get(module, "activations") for module in modules}
+    if "mlp" in kinds:
+        return "mlp"
+    return kinds.pop() if len(kinds) == 1 else "activations"
+
+
+def settings_of_layout(
+    row: Workloads,
+    *,
+    has_dispatcher: bool,
+    num_predicted: int = 0,
+    needs_layout: bool = False,
+) -> dict[str, Any]:
     """Return the settings of one layout by the names of their flags.
 
     Args:
         row: a table of one row.
         has_dispatcher: whether the user's flags name the token dispatcher.
+        num_predicted: layers that predict later tokens.
+        needs_layout: whether a file has a layout string, which only another one replaces.
     """
 
     def number(column: str) -> int:
@@ -249,13 +356,18 @@ def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any
     tp, pp, chunks = number("tensor_size"), number("pipeline_size"), number("num_chunks")
     stage, layers = number("sharding_stage"), number("num_layers")
     counted = counted_layers(layers, pp * chunks)
-    assert counted is not None, f"{layers} layers over {pp} x {chunks} chunks"
+    layout = None
+    if pp > 1 and (counted is None or needs_layout):
+        stages = ["t" * count for count in stage_layers(layers, pp, chunks)]
+        layout = f"E{'|'.join(stages)}{'m' * num_predicted}L"
+    counted = layers if counted is None or layout else counted
     found = dict(FREE_LAYOUT) | {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "context_parallel_size": number("context_size"),
         "sequence_parallel": tp > 1,
-        "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+        "pipeline_model_parallel_layout": layout,
+        "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 and not layout else None,
         "account_for_loss_in_pipeline_split": counted > layers,
         "account_for_embedding_in_pipeline_split": counted > layers + 1,
         "micro_batch_size": number("micro_batch_size"),
@@ -265,26 +377,42 @@ def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any
         "overlap_grad_reduce": True,
         "overlap_param_gather": stage > 0,
     }
+    if number("context_size") > 1 and number("exchanges_heads"):
+        found["cp_comm_type"] = ["a2a"]
     if row.is_moe[0]:
         found["expert_model_parallel_size"] = number("expert_size")
         found["expert_tensor_parallel_size"] = number("expert_tensor_size")
         if not has_dispatcher:
             found["moe_token_dispatcher_type"] = "alltoall"
-    return found | _recompute_settings(row, counted // (pp * chunks))
+    return found | _recompute_settings(row, layers_of_chunk(layers, pp * chunks))
 
 
-def _recompute_settings(row: Workloads, layers_of_chunk: int) -> dict[str, Any]:
+def _recompute_settings(row: Workloads, most: int) -> dict[str, Any]:
     kind = str(row.recompute[0])
     if kind == "none":
         return {}
     if kind == "full":
-        layers = round(float(row.recompute_share[0]) * layers_of_chunk)
-        is_all = layers == layers_of_chunk
+        layers = round(float(row.recompute_share[0]) * most)
+        is_all = layers == most
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform" if is_all else "block",
             "recompute_num_layers": 1 if is_all else layers,
         }
     experts = "moe" if row.is_moe[0] else "mlp"
-    module = {"selective": "core_attn", "layernorm": "layernorm", "mlp": experts}[kind]
-    return {"recompute_granularity": "selective", "recompute_modules": [module]}
+    modules = {"selective": ["core_attn"], "layernorm": ["layernorm"], "mlp": [experts]}
+    both = ["layernorm", "moe_act"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules.get(kind, both)}
+
+
+def _share_of_keys(size: ModelSize) -> float:
+    """Return the share of the keys before a query that it attends to, on average over layers."""
+    config, length = size.config, size.seq_length
+    shares = []
+    for layer, kind in enumerate(size.layer_kinds, 1):
+        if kind.attends:
+            chunk = min(config.chunk_of(layer) or length, length)
+            left, _ = config.window_of(layer) or (-1, 0)
+            window = 1.0 if left < 0 else min((left + 1) / chunk, 1.0)
+            shares.append(chunk / length * window * (2 - window))
+    return sum(shares) / len(shares) if shares else 1.0

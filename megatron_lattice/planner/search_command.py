@@ -7,6 +7,7 @@ all rules of a run, before the report shows them.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import FlagSpec
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
@@ -31,12 +33,14 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
 from megatron_lattice import read_deepspeed_config
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
+from megatron_lattice.planner.figures import DISTINGUISHABLE
 from megatron_lattice.planner.hardware import Gpu, Hardware, gpu_named
 from megatron_lattice.planner.layout_search import SearchResult, search_layouts
 from megatron_lattice.planner.measured_run import measured_runs
-from megatron_lattice.planner.predictor import load_predictor
+from megatron_lattice.planner.predictor import Predictor, load_predictor
 from megatron_lattice.planner.run_workload import (
     FREE_LAYOUT,
+    STAGES,
     choices_of,
     settings_of_layout,
     workload_of_run,
@@ -100,13 +104,22 @@ class Searched:
     chosen: Sequence[int]
 
 
-def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Searched:
+def search_command(
+    words: Sequence[str],
+    cluster: Cluster,
+    *,
+    script: str,
+    has_free_layout: bool = False,
+    has_details: bool = False,
+) -> Searched:
     """Search and return the report.
 
     Args:
         words: flags of `pretrain_gpt.py`; if they name parallel sizes, micro batch, sharding or
             recomputation, the search keeps these values.
         script: start of the command line in the report.
+        has_free_layout: search the sizes that a file sets, too.
+        has_details: report the parts of the step and the reasons against other layouts, too.
     Raises:
         ConfigError: the settings cannot be used, or nothing fits.
     """
@@ -116,22 +129,63 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Se
     predictor = load_predictor()
     gpu = cluster.build(predictor.hardware)
     predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
+    of_file = sorted(command.given & FREE_LAYOUT.keys() - _names_of(words))
+    if has_free_layout:
+        # No flag undoes the recomputation of a file: it stays.
+        of_file = [name for name in of_file if not name.startswith("recompute")]
+        command = dataclasses.replace(command, given=command.given - set(of_file))
     run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
     found = search_layouts(model, choices, predictor)
+    fixed = ", ".join(_fixed_text(command, name) for name in of_file)
     if not len(found.order):
-        raise refusal(found, model, choices, predictor)
-    chosen, broken = _allowed(found, command, cluster.world_size)
+        raise _with_fixed(refusal(found, model, choices, predictor), fixed, has_free_layout)
+    chosen, broken = _allowed(found, command, run, cluster.world_size, of_file)
     if not chosen:
-        raise broken[0]
-    best = chosen[0]
+        raise _with_fixed(broken[0], fixed, has_free_layout)
+    chosen = _surest_first(chosen, found, predictor)
+    settings = chosen[0].settings
+    overrides = of_file if has_free_layout else ()
     flops = training_flops(ModelSize.from_settings(run), int(model.global_batch_size[0]))
-    line = command_line(words, command, best.settings, cluster.world_size, gpu, script)
-    text = report(found, chosen, predictor, flops=flops, refused=len(broken), line=line)
-    missing = [all_flags()[name].flag for name in _without_length(command)]
-    if missing:
-        text = f"{' and '.join(missing)} were not given: the last line has placeholders\n\n{text}"
+    line = command_line(words, command, settings, cluster.world_size, gpu, script, overrides)
+    text = report(
+        found, chosen, predictor, flops=flops, refused=len(broken), has_details=has_details
+    )
+    notes = []
+    if of_file:
+        notes.append(
+            f"searched in place of the file's: {fixed}"
+            if has_free_layout
+            else f"fixed by the file: {fixed} (--free-layout searches these)"
+        )
+    if missing := [all_flags()[name].flag for name in _without_length(command)]:
+        notes.append(f"{' and '.join(missing)} were not given: the last line has placeholders")
+    text = "\n".join([text, *notes, "", line])
     return Searched(text, found, [each.index for each in chosen])
+
+
+def _with_fixed(error: MegatronError, fixed: str, has_free_layout: bool) -> MegatronError:
+    """Return the error, with the settings of a file that the search could not change."""
+    if not fixed or has_free_layout:
+        return error
+    rule = f"{error.rule}; fixed by the file: {fixed}"
+    fix = f"--free-layout searches these; or {error.fix}"
+    return ConfigError(error.found, rule=rule, flags=error.flags, fix=fix)
+
+
+def _fixed_text(command: ParsedCommand, name: str) -> str:
+    return f"{all_flags()[name].flag} {plain(command.config.value_of(name))}"
+
+
+def _names_of(words: Sequence[str]) -> set[str]:
+    """Return the settings that a command line names."""
+    found = [_spec_of(word) for word in words if word.startswith("--")]
+    return {spec.name for spec in found if spec is not None}
+
+
+def _spec_of(word: str) -> FlagSpec | None:
+    spelling = word.partition("=")[0].replace("_", "-")
+    return flags_by_spelling().get(spelling) or opposites_by_spelling().get(spelling)
 
 
 def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
@@ -168,7 +222,10 @@ def model_of_command(
     alone = {**FREE_LAYOUT, "global_batch_size": 1, "rampup_batch_size": None}
     run = resolved_for(command, alone, 1)
     model = workload_of_run(run, gpu, world_size)
-    return run, model.replace(global_batch_size=np.array([float(batch)]))
+    columns = {"global_batch_size": np.array([float(batch)])}
+    if "cp_comm_type" not in command.given:
+        columns["exchanges_heads"] = np.ones(1)  # where the heads divide
+    return run, model.replace(**columns)
 
 
 def resolved_for(
@@ -187,7 +244,11 @@ def resolved_for(
 
 
 def _allowed(
-    found: SearchResult, command: ParsedCommand, world_size: int
+    found: SearchResult,
+    command: ParsedCommand,
+    run: ResolvedRun,
+    world_size: int,
+    of_file: Sequence[str],
 ) -> tuple[list[Chosen], list[MegatronError]]:
     """Return the fastest layouts that the rules of a run allow, one for each split of ranks."""
     chosen: list[Chosen] = []
@@ -202,8 +263,15 @@ def _allowed(
         if split in splits:
             continue
         settings = settings_of_layout(
-            row, has_dispatcher="moe_token_dispatcher_type" in command.given
+            row,
+            has_dispatcher="moe_token_dispatcher_type" in command.given,
+            num_predicted=run.transformer_config.mtp_num_layers or 0,
+            needs_layout="pipeline_model_parallel_layout" in of_file,
         )
+        if command.given & set(STAGES):
+            # The settings of the run determine the stages.
+            kept = {*STAGES, "num_virtual_stages_per_pipeline_rank"} & FREE_LAYOUT.keys()
+            settings = {name: value for name, value in settings.items() if name not in kept}
         try:
             resolved_for(command, settings, world_size)
         except MegatronError as error:
@@ -216,6 +284,22 @@ def _allowed(
     return chosen, broken
 
 
+def _surest_first(
+    chosen: Sequence[Chosen], found: SearchResult, predictor: Predictor
+) -> list[Chosen]:
+    """Order the layouts that no measurement distinguishes from the fastest by their interval.
+
+    Of about equal predictions, one that is similar to measured runs is the better choice, and then
+    one that does not split the sequence.
+    """
+    indices = np.array([each.index for each in chosen])
+    table, seconds = found.table.take(indices), found.seconds[indices]
+    off = np.round(predictor.interval(table), 2)
+    is_slower = seconds > seconds[0] * (1 + DISTINGUISHABLE)
+    keys = [np.where(is_slower, 0.0, key) for key in (table.context_size, off)]
+    return [chosen[index] for index in np.lexsort((seconds, *keys, is_slower))]
+
+
 def command_line(
     words: Sequence[str],
     command: ParsedCommand,
@@ -223,15 +307,24 @@ def command_line(
     world_size: int,
     gpu: Gpu,
     script: str,
+    overrides: Sequence[str] = (),
 ) -> str:
-    """Return the command line of a layout: the user's words, and the settings of the layout."""
+    """Return the command line of a layout: the user's words, and the settings of the layout.
+
+    Args:
+        overrides: settings of a file, which need a flag even for the default.
+    """
     per_node = min(8, world_size) if gpu.nvlink_domain >= 8 else int(gpu.nvlink_domain)
     launcher = f"torchrun --nproc-per-node {per_node}"
     if world_size > per_node:
         launcher += f" --nnodes {world_size // per_node} --rdzv-backend c10d --rdzv-endpoint $HOST"
-    kept = _without(words, {*settings, *FREE_LAYOUT, *_NOT_OF_A_RUN})
+    kept = _without(words, {*settings, *_NOT_OF_A_RUN})
     values = {**{name: WITHOUT_A_RUN[name] for name in _without_length(command)}, **settings}
-    flags = [word for name, value in values.items() for word in words_of_flag(name, value)]
+    flags = [
+        word
+        for name, value in values.items()
+        for word in words_of_flag(name, value, is_explicit=name in overrides)
+    ]
     return f"{launcher} {script} {shlex.join([*kept, *flags])}"
 
 
@@ -251,20 +344,23 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
     is_dropped = False
     for word in words:
         if word.startswith("--"):
-            spelling = word.partition("=")[0].replace("_", "-")
-            spec = flags_by_spelling().get(spelling) or opposites_by_spelling().get(spelling)
+            spec = _spec_of(word)
             is_dropped = spec is not None and spec.name in names
         if not is_dropped:
             kept.append(word)
     return kept
 
 
-def words_of_flag(name: str, value: Any) -> list[str]:
-    """Return the words that set a flag; an empty list if the value is its default."""
+def words_of_flag(name: str, value: Any, *, is_explicit: bool = False) -> list[str]:
+    """Return the words that set a flag; an empty list if the value is its default.
+
+    Args:
+        is_explicit: write the default, too.
+    """
     spec = all_flags()[name]
-    if value is None or value == spec.default:
+    if value is None or (value == spec.default and not is_explicit):
         return []
     if spec.is_switch:
-        return [spec.flag]
+        return [spec.flag] if value else list(spec.opposites[:1])
     shown = plain(value)
     return [spec.flag, *map(str, shown if isinstance(shown, list) else [shown])]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.foundation.errors import ConfigError
+from megatron_lattice.planner.autofill import SAFE_SHARE
+from megatron_lattice.planner.figures import DISTINGUISHABLE
 from megatron_lattice.planner.hardware import rows_hardware
 from megatron_lattice.planner.layout_search import SearchResult, what_would_fit
 from megatron_lattice.planner.layout_space import Choices
@@ -63,7 +65,7 @@ def report(
     *,
     flops: float,
     refused: int,
-    line: str,
+    has_details: bool = False,
 ) -> str:
     """Return the report of a search.
 
@@ -71,41 +73,53 @@ def report(
         chosen: the best layouts, the fastest first.
         flops: of a step, causal attention.
         refused: layouts that a rule of a run refuses.
-        line: command line of the first layout.
+        has_details: add the parts of the step and the reasons against other layouts.
     """
+    indices = np.array([each.index for each in chosen])
+    table, seconds = found.table.take(indices), found.seconds[indices]
+    hardware = rows_hardware(table, predictor.hardware)
+    off = predictor.interval(table)
+    peak = table.world_size * hardware.peak_16_bit_flops
+    lines = [
+        f"{table.world_size[0]:.0f} {table.gpu[0]} of {hardware.memory_bytes[0] / GIB:.0f} GiB:"
+        f" {len(found.table)} layouts divide, {len(found.order)} of them fit",
+        f"{'s/step':>10}{'nine of ten runs':>20}{'GiB':>7}{'MFU':>8}  layout",
+    ]
+    for row in range(len(chosen)):
+        group = "=" if seconds[row] <= seconds.min() * (1 + DISTINGUISHABLE) else " "
+        interval = f"{seconds[row] / off[row]:.3f} to {seconds[row] * off[row]:.3f}"
+        lines.append(
+            f"{group}{seconds[row]:>9.3f}{interval:>20}{found.memory[indices[row]] / GIB:>7.1f}"
+            f"{100 * flops / peak[row] / seconds[row]:>7.1f}%  {layout_text(table, row)}"
+        )
+    kind = "a model with experts" if table.is_moe[0] else "a dense model"
+    like = predictor.correction.similarity(table, predictor.hardware)[0]
+    tokens = float(table.global_batch_size[0] * table.seq_length[0])
+    lines.append(
+        f"= no measurement would distinguish these; interval of {kind}, {100 * like:.0f} % like"
+        f" its nearest measured run; {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
+    )
+    if too_large := _too_large(found):
+        lines.append(f"does not fit: {', '.join(too_large)}")
+    return "\n".join(
+        [*lines, *(_details(found, chosen, predictor, refused) if has_details else ())]
+    )
+
+
+def _details(
+    found: SearchResult, chosen: Sequence[Chosen], predictor: Predictor, refused: int
+) -> list[str]:
+    """Return the parts of the step, and why other layouts lost."""
     others = _other_choices(found, chosen[0].index)
     indices = np.array([each.index for each in chosen] + [row for _, _, row in others])
     table, seconds = found.table.take(indices), found.seconds[indices]
-    hardware = rows_hardware(table, predictor.hardware)
     parts = Parts.of(predict_step(table, predictor.hardware), seconds)
-    peak = table.world_size * hardware.peak_16_bit_flops
-    counts = (
-        f"{len(found.table)} layouts divide, {len(found.order)} of them fit into"
-        f" {hardware.memory_bytes[0] / GIB:.0f} GiB"
-    )
     lines = [
-        f"{counts}; {refused} of those looked at are refused by other rules of a run",
-        "",
-        f"{'s/step':>9}{'GiB':>7}{'MFU':>8}{'bubble':>9}{'exposed':>9}  layout",
-    ]
-    for row in range(len(chosen)):
-        mfu = flops / peak[row] / seconds[row]
-        lines.append(
-            f"{seconds[row]:>9.3f}{found.memory[indices[row]] / GIB:>7.1f}{100 * mfu:>7.1f}%"
-            f"{100 * parts.columns['bubble'][row] / seconds[row]:>8.1f}%"
-            f"{100 * parts.exposed[row] / seconds[row]:>8.1f}%  {layout_text(table, row)}"
-        )
-    tokens = float(table.global_batch_size[0] * table.seq_length[0])
-    off = float(predictor.interval(table.take(np.array([0])))[0])
-    rate = flops / seconds[0] / table.world_size[0] / 1e12
-    lines += [
-        "MFU counts causal attention and no recomputation, over the peak of 16-bit products;"
-        " bubble and exposed communication are shares of the step",
-        f"first: {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s and {rate:.0f} TFLOP/s"
-        f" for each GPU; nine of ten measured steps were within a factor of {off:.2f} of theirs",
-        "",
+        f"MFU counts causal attention and no recomputation, over the peak of 16-bit products;"
+        f" other rules of a run refuse {refused} of the first layouts",
+        "parts of the first, s: "
+        + ", ".join(f"{name} {column[0]:.3f}" for name, column in parts.columns.items()),
         "memory of the first, GiB: " + _memory_text(table, predictor),
-        "",
         "why others lost: the best layout with another",
     ]
     for number, (axis, value, _) in enumerate(others):
@@ -116,11 +130,10 @@ def report(
             f"  {NAMES[axis] + ' ' + _value(value):<18}{seconds[row]:>9.3f} s {slower:>+7.1f}%"
             f"  {why}  ({layout_text(table, row)})"
         )
-    lines += _too_large(found)
     if found.refused:
-        lines += ["", "ways of splitting that cannot be:"]
+        lines.append("ways of splitting that cannot be:")
         lines += [f"  {count:>7}  {reason}" for reason, count in found.refused.most_common()]
-    return "\n".join([*lines, "", line])
+    return lines
 
 
 def _value(value: Any) -> str:
@@ -150,18 +163,16 @@ def _other_choices(found: SearchResult, best: int) -> list[tuple[str, Any, int]]
 
 
 def _too_large(found: SearchResult) -> list[str]:
-    """Return the values without a layout that fits."""
-    lines = []
+    """Return the values without a layout that fits, with their least memory."""
+    values = []
     for axis, name in NAMES.items():
         column = getattr(found.table, axis)
         fitting = set(np.unique(column[found.order]).tolist())
         for value in np.unique(column).tolist():
             if value not in fitting:
                 least = found.memory[found.least_memory(axis, value)] / GIB
-                lines.append(
-                    f"  {name + ' ' + _value(value):<18}does not fit: {least:.0f} GiB at least"
-                )
-    return lines
+                values.append(f"{name} {_value(value)} ({least:.0f} GiB)")
+    return values
 
 
 def _memory_text(table: Workloads, predictor: Predictor) -> str:
@@ -196,7 +207,7 @@ def refusal(
         f"none of {len(found.table)} layouts fits on {world} {model.gpu[0]}: the least is"
         f" {found.memory[row] / GIB:.0f} GiB of {hardware.memory_bytes[0] / GIB:.0f} with"
         f" {layout_text(least, 0)} ({_memory_text(least, predictor)}).",
-        rule="a layout fits when it needs at most 95 % of the GPU's memory",
+        rule=f"a layout fits when it needs at most {100 * SAFE_SHARE:.0f} % of the GPU's memory",
         fix="any of: " + "; ".join(ways)
         if ways
         else "a smaller model, batch or sequence:"

@@ -16,11 +16,12 @@ from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice import read_deepspeed_config
+from megatron_lattice.planner.autofill import SAFE_SHARE
 from megatron_lattice.planner.cluster_calibration import calibrate_to_machine, calibrate_to_runs
 from megatron_lattice.planner.hardware import Gpu, gpu_named
 from megatron_lattice.planner.machine_time import work_of_step
 from megatron_lattice.planner.measured_run import MeasuredRun, measured_runs, row_of_run
-from megatron_lattice.planner.memory import predict_memory
+from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
 from megatron_lattice.planner.step_time import Parts, predict_step
@@ -50,7 +51,18 @@ def step_text(
         return str(predicted_step_of_machine(run, script, measured, os.cpu_count() or 1))
     gpu = cluster.build(load_predictor().hardware)
     prediction, parts = predicted_step(run, gpu, measured)
-    return f"{prediction}\n{parts}"
+    return f"{prediction}\n{parts}{_memory_warning(prediction.memory_bytes or 0.0, gpu)}"
+
+
+def _memory_warning(needed: float, gpu: Gpu) -> str:
+    """Return a line of text if a rank needs more than the usable memory of its GPU."""
+    if needed <= SAFE_SHARE * gpu.memory_bytes:
+        return ""
+    return (
+        f"\nwarning: {needed / GIB:.1f} GiB do not fit: an {gpu.name} has"
+        f" {gpu.memory_bytes / GIB:.0f} GiB, and fragmentation leaves"
+        f" {100 * SAFE_SHARE:.0f} % of them; tools/plan.py search finds a layout that fits"
+    )
 
 
 def prediction_for_log(

@@ -9,12 +9,16 @@ import numpy as np
 
 from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.hardware import Hardware, rows_hardware
-from megatron_lattice.planner.layer_time import PassTime, layer_time, output_layer_time
+from megatron_lattice.planner.layer_time import (
+    PassTime,
+    expert_communication,
+    layer_time,
+    output_layer_time,
+)
 from megatron_lattice.planner.operators import OperatorCosts
 from megatron_lattice.planner.workload import (
     FloatArray,
     Workloads,
-    parameters_of_layer,
     parameters_of_rank,
 )
 
@@ -98,7 +102,7 @@ def predict_step(workloads: Workloads, hardware: Hardware) -> StepTime:
     slowest = mean + hardware.constant("imbalance") * np.maximum(slowest - mean, 0.0)
     number = workloads.num_microbatches
     sharded = exposed_sharded_data(workloads, collectives, hardware, layer, stage_layers)
-    host = number * hardware.per_software("microbatch_s", workloads)
+    host = number * hardware.per_software("microbatch_s", workloads) * operators.without_graph()
     return StepTime(
         stages=number * slowest + host,
         bubble=bubble_time(workloads, slowest, whole),
@@ -152,7 +156,7 @@ def bubble_time(workloads: Workloads, slowest: FloatArray, whole: FloatArray) ->
 def exposed_pipeline(
     workloads: Workloads, collectives: CollectiveCosts, hardware: Hardware
 ) -> FloatArray:
-    """Return the time in which a rank waits for activations and gradients."""
+    """Return the time that a rank waits for activations and gradients."""
     hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
     needed = 2 * message_time(workloads, collectives) * hops
     needed = needed * hardware.per_software("pipeline_exposed", workloads)
@@ -185,13 +189,12 @@ def exposed_replicated_data(
     Gradients and parameters are sent in 16 bits, so both move the same number of bytes.
     """
     shares = parameters_of_rank(workloads)
-    size = workloads.data_size * workloads.context_size
-    expert_size = np.maximum(size / workloads.expert_size, 1.0)
-    tp = workloads.tensor_size
-    expert_stride = workloads.expert_tensor_size * workloads.expert_size
     # The output layer's tied copy is reduced in its own group; it is small.
-    dense = collectives.all_gather(2 * shares.dense, size, tp)
-    exchange = dense + collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
+    dense = collectives.all_gather(2 * shares.dense, workloads.replicas, workloads.tensor_size)
+    exchange = dense + collectives.all_gather(
+        2 * shares.expert, workloads.expert_replicas, workloads.expert_ranks
+    )
+    exchange = exchange * workloads.trained_share
     share = hardware.per_software("data_exposed", workloads)
     # The chunks of an interleaved stage finish at different times of the last p micro batches.
     chunks = workloads.num_chunks
@@ -213,16 +216,27 @@ def exposed_sharded_data(
     stage_layers: FloatArray,
 ) -> FloatArray:
     """Return the exposed time with sharded parameters: gather and reduce in every micro batch."""
-    weights = parameters_of_layer(workloads)
-    size = workloads.data_size * workloads.context_size
     reached = hardware.per_software("sharded_bytes_per_s", workloads)
-    gather = collectives.all_gather(2 * weights, size, workloads.tensor_size)
-    gather = np.maximum(gather, 2 * weights * (size - 1) / size / reached)
+    tp, expert_ranks = workloads.tensor_size, workloads.expert_ranks
+    gather = np.zeros(len(workloads))
+    for weights, ranks, stride in (
+        (workloads.dense_params / tp, workloads.replicas, tp),
+        (workloads.expert_params / expert_ranks, workloads.expert_replicas, expert_ranks),
+    ):
+        needed = collectives.all_gather(2 * weights, ranks, stride)
+        gather = gather + np.maximum(needed, 2 * weights * (ranks - 1) / ranks / reached)
     reduce_bytes = np.where(workloads.flash_attention > 0, 4.0, 2.0)
-    reduce = gather * reduce_bytes / 2
+    reduce = gather * reduce_bytes / 2 * workloads.trained_share
     share = hardware.per_software("sharded_exposed", workloads)
-    forward = _beside(gather, layer.forward, share)
-    backward = _beside(gather + reduce, layer.backward, share)
+    # Over NICs, only PyTorch's sharding was measured.
+    leaves = workloads.replicas * tp > workloads.nvlink_domain
+    measured = hardware.constant("fsdp.sharded_exposed")
+    share = np.where(leaves & np.isin(workloads.software, ("megatron", "lattice")), measured, share)
+    # NICs that exchange tokens gather no parameters at the same time.
+    reach = expert_ranks > workloads.nvlink_domain
+    busy = np.where(reach, expert_communication(collectives), 0.0)
+    forward = _beside(gather, np.maximum(layer.forward - busy, 0.0), share)
+    backward = _beside(gather + reduce, np.maximum(layer.backward - busy, 0.0), share)
     # A pipeline gathers and reduces once a step, see `memory.model_states`.
     times = np.where(workloads.pipeline_size > 1, 1.0, workloads.num_microbatches)
     return times * stage_layers * (forward + backward)
@@ -238,9 +252,8 @@ def optimizer_time(
 ) -> FloatArray:
     """Return the time of the gradient norm, the update, and the host's fixed work per step."""
     shares = parameters_of_rank(workloads)
-    size = np.where(
-        workloads.sharding_stage >= 1, workloads.data_size * workloads.context_size, 1.0
-    )
-    expert_size = np.maximum(size / workloads.expert_size, 1.0)
-    owned = shares.dense / size + shares.expert / expert_size
+    is_whole = workloads.sharding_stage < 1
+    owned = shares.dense / np.where(is_whole, 1.0, workloads.replicas)
+    owned = owned + shares.expert / np.where(is_whole, 1.0, workloads.expert_replicas)
+    owned = owned * workloads.trained_share
     return operators.memory(36 * owned) + hardware.per_software("step_s", workloads)

@@ -10,30 +10,23 @@ batch on a rank.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import math
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.foundation.errors import ConfigError
-
 FloatArray = NDArray[np.float64]
 TextArray = NDArray[np.str_]
 
-UNKNOWN = math.nan
-"""A number that the source of a row lacks; `autofill.autofill` replaces it."""
-
-RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
+RECOMPUTE_KINDS = (
+    "none", "selective", "layernorm", "mlp", "selective_op", "modules", "activations", "full",
+)  # fmt: skip
 """Recomputed parts: nothing; the attention core; the norms; the feed-forward, with its experts;
-every second matrix product; norms and activations; the whole layer."""
+every second matrix product; the small modules of published recipes; norms and the inputs of the
+second products of experts; the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +49,29 @@ class Workloads:
     moe_ffn_hidden_size: FloatArray
     expert_hidden_size: FloatArray
     """Width of the inputs and outputs of routed experts: the hidden size, or the latent size."""
-    active_params: FloatArray
-    """Published number of parameters that process a token, for parameters without a column (shared
-    experts, latent attention); 0 if the columns describe all parameters."""
+    mixer_scale: FloatArray
+    """Weights beside the routed experts that process a token, over the weights of the projections
+    of attention: latent attention has fewer, shared experts and dense layers are more."""
     dense_params: FloatArray
     """Weights of a layer without its routed experts, the mean of all layers."""
     expert_params: FloatArray
     """Weights of all routed experts of a layer, the mean of all layers."""
+    attention_layers: FloatArray
+    """Share of the layers that have attention; the next three likewise."""
+    dense_layers: FloatArray
+    expert_layers: FloatArray
+    mamba_layers: FloatArray
+    mamba_width: FloatArray
+    """Heads times head size of a Mamba-2 mixer."""
+    mamba_inputs: FloatArray
+    """Width of the projection before it."""
+    mamba_state_size: FloatArray
+    attended_share: FloatArray
+    """Share of the causal scores that windows leave, the mean of all layers; 1 without windows."""
+    has_sinks: FloatArray
+    """1 where a learned sink takes part in the softmax of attention."""
+    trained_share: FloatArray
+    """Share of the weights that the optimizer updates: 1, or the share of the adapters."""
     num_tables: FloatArray
     """Matrices of vocabulary size: 1 where the output layer is the embedding, else 2."""
     seq_length: FloatArray
@@ -73,6 +82,9 @@ class Workloads:
     num_chunks: FloatArray
     """Model chunks on every pipeline rank; unknown where it was not published."""
     context_size: FloatArray
+    exchanges_heads: FloatArray
+    """1 where ranks that share a sequence exchange its shards for shards of the heads, so that each
+    attends to the whole sequence; 0 where keys and values travel round a ring."""
     expert_size: FloatArray
     expert_tensor_size: FloatArray
     """Number of ranks that split one expert."""
@@ -95,9 +107,18 @@ class Workloads:
     may_interleave: FloatArray
     """1 where the schedule allows several chunks."""
     must_interleave: FloatArray
+    software: TextArray
+    """Kind of software; constants differ by kind. `unfused`: software of 2021. `deepspeed`: the
+    same with a ZeRO stage; DeepSpeed's engine runs the pipeline. `megatron`: fused kernels.
+    `fsdp`: fused kernels, with PyTorch's attention and overlap of sharded parameters. `lattice`:
+    this project."""
+    graphs: TextArray
+    """CUDA graphs: none, layer (of attention and the router), iteration (of the whole step); empty
+    where it was not published."""
+    grouped_products: FloatArray
+    """1 where one kernel computes the products of all local experts."""
     flash_attention: FloatArray
-    """1: fused attention kernels and the overlaps of software from 2023 on; 0: software of 2021,
-    which writes the scores to memory and overlaps nothing."""
+    """1: fused attention and overlaps, from 2023 on; 0: scores in memory, nothing overlapped."""
     nvlink_domain: FloatArray
     """Number of GPUs in an NVLink domain."""
     nic_bytes_per_s: FloatArray
@@ -108,11 +129,19 @@ class Workloads:
 
     def take(self, chosen: NDArray[Any]) -> Workloads:
         """Return the rows of a mask or of indices."""
-        return Workloads(**{each.name: getattr(self, each.name)[chosen] for each in _FIELDS})
+        return Workloads(**{each.name: getattr(self, each.name)[chosen] for each in COLUMNS})
 
     def replace(self, **columns: NDArray[Any]) -> Workloads:
         """Return the table with other values in some columns."""
         return dataclasses.replace(self, **columns)
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[TextArray, NDArray[np.int_]]]:
+        """Return the distinct words of a text column, and the number of each row's word."""
+        return {
+            name: np.unique(getattr(self, name), return_inverse=True)
+            for name in ("gpu", "precision", "software")
+        }
 
     @property
     def microbatch_tokens(self) -> FloatArray:
@@ -141,18 +170,24 @@ class Workloads:
         return self.num_experts > 0
 
     @property
-    def software(self) -> TextArray:
-        """Return the kind of software of each row; constants differ by kind.
+    def is_lattice(self) -> NDArray[np.bool_]:
+        """Return which rows are runs of this project."""
+        return self.software == "lattice"
 
-        `unfused`: software of 2021. `deepspeed`: the same with a ZeRO stage; DeepSpeed's engine
-        runs the pipeline. `megatron`: fused kernels, with replicated parameters or ZeRO-1. `fsdp`:
-        fused kernels with sharded parameters (FSDP, ZeRO-3), with PyTorch's kernels and overlap.
-        """
-        alone = self.tensor_size * self.pipeline_size == 1
-        is_fsdp = (self.sharding_stage >= 3) | ((self.sharding_stage >= 2) & alone)
-        fused = np.where(is_fsdp, "fsdp", "megatron")
-        unfused = np.where(self.sharding_stage >= 1, "deepspeed", "unfused")
-        return np.where(self.flash_attention > 0, fused, unfused)
+    @property
+    def expert_ranks(self) -> FloatArray:
+        """Return the ranks that share the experts of a layer."""
+        return self.expert_size * self.expert_tensor_size
+
+    @property
+    def replicas(self) -> FloatArray:
+        """Return the ranks that hold the same weights outside of experts."""
+        return self.data_size * self.context_size
+
+    @property
+    def expert_replicas(self) -> FloatArray:
+        """Return the ranks that hold the same experts."""
+        return np.maximum(self.replicas * self.tensor_size / self.expert_ranks, 1.0)
 
     @property
     def local_experts(self) -> FloatArray:
@@ -160,152 +195,7 @@ class Workloads:
         return np.maximum(self.num_experts / self.expert_size, 1.0)
 
 
-_FIELDS = dataclasses.fields(Workloads)
-
-
-def joined(tables: Sequence[Workloads]) -> Workloads:
-    """Return the rows of all tables, one after the other."""
-    columns = {
-        field.name: np.concatenate([getattr(table, field.name) for table in tables])
-        for field in _FIELDS
-    }
-    return Workloads(**columns)
-
-
-def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a line of titles.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}.",
-            rule="the rows to plan for are a CSV file in UTF-8 with a line of titles",
-            fix="give the path of such a file",
-        ) from error
-
-
-def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
-    """Read the columns of model, batch and layout; measured columns are ignored.
-
-    Raises:
-        ConfigError: a column is missing, or a value is not a number.
-    """
-    records = [_record(index, row) for index, row in enumerate(rows)]
-    columns: dict[str, Any] = {}
-    for field in _FIELDS:
-        is_text = field.name in ("gpu", "recompute", "precision")
-        values = [record[field.name] for record in records]
-        columns[field.name] = np.array(values, dtype=str if is_text else np.float64)
-    return Workloads(**columns)
-
-
-def number_of(
-    row: Mapping[str, str], index: int, column: str, default: float | None = None
-) -> float:
-    """Return the number in a column of a row.
-
-    Args:
-        default: value of an empty column; None if the column must not be empty.
-    Raises:
-        ConfigError: the column has no number.
-    """
-    text = (row.get(column) or "").strip()
-    if not text and default is not None:
-        return default
-    try:
-        return float(text)
-    except ValueError:
-        name = row.get("id") or f"row {index + 1}"
-        raise ConfigError(
-            f"{name}: column {column!r} has {text!r}.",
-            rule="this column must be a number: the prediction, or its comparison, needs it",
-            fix=f"fill in {column}, or leave the row out",
-        ) from None
-
-
-def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
-    number = partial(number_of, row, index)
-    heads, hidden = number("heads"), number("hidden")
-    schedule = (row.get("schedule") or "").strip()
-    is_pipelined = number("PP", 1) > 1
-    num_chunks = number("VPP", UNKNOWN if is_pipelined and schedule != "1f1b" else 1)
-    gpu = (row.get("gpu") or "").strip()
-    # Blanks get the most frequent value on the GPU: 123 of 140 published steps on A100.
-    usual = "unfused" if gpu.startswith("A100") else "flash"
-    flash = (row.get("attention") or usual).strip() != "unfused"
-    world_size, tp, pp, cp = (number(name, 1) for name in ("n_gpus", "TP", "PP", "CP"))
-    groups, head_dim = number("kv_heads", heads), number("head_dim", hidden / heads)
-    halves, num_experts = 1 + number("glu", 0), number("experts", 0)
-    attention = 2 * hidden * (heads + groups) * head_dim
-    # In a layer with experts, only the router is dense.
-    mlp = hidden * (num_experts or number("ffn", 4 * hidden) * (1 + halves))
-    # Without the scaling recipe: fp8-cs is fp8.
-    precision = re.split("[-_]", (row.get("precision") or "bf16").strip().lower())[0]
-    stages = [float(letter) for letter in row.get("zero") or "" if letter in "0123"]
-    sharding_stage = min(stages, default=float(flash))
-    # Block-scaled weights are stored in both orientations in addition to the 16-bit weights.
-    has_copies = precision in ("mxfp8", "nvfp4") and sharding_stage < 3
-    return {
-        "num_layers": number("layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "kv_channels": head_dim,
-        "ffn_hidden_size": number("ffn", 4 * hidden),
-        "gated_linear_unit": halves - 1,
-        "vocab_size": number("vocab"),
-        "num_experts": num_experts,
-        "moe_router_topk": number("topk", 0),
-        "moe_ffn_hidden_size": number("moe_ffn", 0),
-        "expert_hidden_size": hidden,
-        "active_params": number("active_B", 0) * 1e9,
-        "dense_params": attention + mlp,
-        "expert_params": hidden * number("moe_ffn", 0) * (1 + halves) * num_experts,
-        # Software of 2024 has a separate output layer.
-        "num_tables": halves,
-        "seq_length": number("seq"),
-        "gpu": gpu,
-        "world_size": world_size,
-        "tensor_size": tp,
-        "pipeline_size": pp,
-        "num_chunks": num_chunks,
-        "context_size": cp,
-        "expert_size": number("EP", 1),
-        # Many small experts are not split.
-        "expert_tensor_size": tp if num_experts <= 16 else 1.0,
-        "data_size": number("DP", world_size / (tp * pp * cp)),
-        "micro_batch_size": number("MBS", UNKNOWN),
-        "global_batch_size": number("GBS"),
-        "sharding_stage": sharding_stage,
-        "weight_bytes": 3.0 if has_copies else 2.0,
-        # Fused software reduces 16-bit gradients; bf16 of 2022 accumulated them in fp32.
-        "gradient_bytes": 6.0 if precision == "bf16" and not flash else 2.0,
-        "optimizer_bytes": 12.0,
-        "recompute": _recompute(row.get("recompute") or ""),
-        "recompute_share": 1.0,
-        "precision": precision,
-        "sequence_parallel": number("sp", 0),
-        "may_interleave": float(is_pipelined and schedule != "1f1b"),
-        "must_interleave": float(is_pipelined and schedule == "interleaved"),
-        "flash_attention": float(flash),
-        "nvlink_domain": number("nvlink_domain", 8),
-        "nic_bytes_per_s": number("inter_node_GBps_per_gpu", 50) * 1e9,
-    }
-
-
-def _recompute(text: str) -> str:
-    kind = text.strip().lower().replace("-", "_")
-    if kind.startswith("selective_op"):
-        return "selective_op"
-    for known in ("full", "selective", "none"):
-        if kind.startswith(known):
-            return known
-    return "selective" if kind else ""
+COLUMNS = dataclasses.fields(Workloads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +213,8 @@ def embedding_parameters(workloads: Workloads) -> FloatArray:
 
 def parameters_of_layer(workloads: Workloads) -> FloatArray:
     """Return the weights of one layer on one tensor-parallel rank."""
-    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
-    return workloads.dense_params / workloads.tensor_size + workloads.expert_params / expert_ranks
+    experts = workloads.expert_params / workloads.expert_ranks
+    return workloads.dense_params / workloads.tensor_size + experts
 
 
 def parameters_of_rank(workloads: Workloads) -> RankParameters:
@@ -335,8 +225,7 @@ def parameters_of_rank(workloads: Workloads) -> RankParameters:
     layers = workloads.num_layers / workloads.pipeline_size
     tables = np.where(workloads.pipeline_size == 1, workloads.num_tables, 1.0)
     tables = tables * embedding_parameters(workloads)
-    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
     return RankParameters(
         dense=(layers * workloads.dense_params + tables) / workloads.tensor_size,
-        expert=layers * workloads.expert_params / expert_ranks,
+        expert=layers * workloads.expert_params / workloads.expert_ranks,
     )

@@ -27,6 +27,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "megatron.training.initialize:_set_random_seed"
         " te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
     ),
+    "the angles of rotary embeddings are always on the step's device": (
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__init__"
+        " use_cpu_initialization",
+        f"{_HERE}.transformer:YarnRotaryEmbedding.__init__ use_cpu_initialization",
+    ),
     "draws are keyed by what they are for: a seed needs no groups": (
         "megatron.training.initialize:_set_random_seed pp_group dp_group",
     ),
@@ -46,9 +51,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_CHECKPOINTS}:load_checkpoint checkpointing_context",
         "megatron.training.setup.third_party:setup_model_and_optimizer checkpointing_context",
         f"{_HERE}.dist_checkpointing:_Strategy.__new__ args options",
-        f"{_HERE}.dist_checkpointing:get_default_save_sharded_strategy backend version",
-        f"{_HERE}.dist_checkpointing:get_default_load_sharded_strategy checkpoint_dir",
-        f"{_HERE}.dist_checkpointing:get_async_strategy args options",
         f"{_HERE}.dist_checkpointing:AsyncCallsQueue.__init__ persistent",
         f"{_HERE}.dist_checkpointing:AsyncCallsQueue.maybe_finalize_async_calls no_dist",
         f"{_HERE}.dist_checkpointing:AsyncCallsQueue.close abort",
@@ -99,10 +101,18 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.transformer.attention:Attention.__init__ pp_layer_offset",
     ),
     "two products of all experts have no parts to choose": (),
+    "every module is called as the function that it is": (
+        f"{_HERE}.core_utils:apply_module check_subclass",
+    ),
+    "the log of a run has the padded vocabulary with all other derived settings": (
+        f"{_HERE}.training:calculate_padded_vocab_size logging_enabled",
+    ),
     "it takes the place of any part, with the arguments of that part": (
         f"{_CORE}.transformer.identity_op:IdentityOp.__init__ args kwargs",
         f"{_CORE}.transformer.identity_op:IdentityOp.forward args kwargs",
         f"{_CORE}.transformer.identity_op:IdentityFuncOp.forward args kwargs",
+        f"{_CORE}.transformer.replicated_linear:LinearPart.__init__ layer_number",
+        f"{_CORE}.transformer.replicated_linear:LinearPart.forward options",
     ),
     "there is one implementation, which gives the same result": (
         f"{_CORE}.fusions.fused_bias_dropout:get_bias_dropout_add fused",
@@ -113,7 +123,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.models.bert.bert_model:BertModel.__init__ fp16_lm_cross_entropy",
         f"{_CORE}.models.T5.t5_model:T5Model.__init__ fp16_lm_cross_entropy",
         f"{_HERE}.transformer:sort_chunks_by_idxs fused",
-        f"{_HERE}.transformer:L2Norm.__init__ options",
+        f"{_CORE}.transformer.torch_norm:L2Norm.__init__ options",
     ),
     "where memory is changes no result": (
         f"{_CORE}.fusions.fused_bias_swiglu:bias_swiglu_impl cpu_offload_input",
@@ -142,7 +152,10 @@ IGNORED: dict[str, tuple[str, ...]] = {
         " inference_context packed_seq_params",
     ),
     "the config of the model decides": (
-        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules normalization",
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules"
+        " normalization qk_l2_norm",
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
+        " qk_l2_norm",
         "megatron.training.setup.model:get_model config",
     ),
     "every stage gets the same: the model knows which stage has it": (

@@ -108,7 +108,6 @@ FEATURES: dict[str, Feature] = (
         "gated attention of latents": Feature(
             replace(_LATENT, gated=True),
             replace(_LATENT_EXPERTS, gated=True),
-            refused=dict.fromkeys(LAYOUTS, "attention_output_gate with multi-latent attention"),
         ),
     }
     | {

@@ -81,11 +81,12 @@ def spellings(case: str) -> dict[str, Fields]:
     """Return the config of a case as Transformers writes it, and in older names of fields.
 
     "more heads" has another number of heads: a default that is equal to ours by chance with one
-    number differs with the other.
+    number differs with the other. The factors of LongRoPE fit one width of heads only.
     """
     kind, arguments = ALL_CASES[case]
     found = {"newer": _written(kind, arguments)}
-    if "num_attention_heads" in arguments:
+    is_long = "long_factor" in arguments.get("rope_parameters", {})
+    if "num_attention_heads" in arguments and not is_long:
         heads = arguments["num_attention_heads"]
         more = {name: 2 * heads for name in ("num_attention_heads", "num_key_value_heads")
                 if arguments.get(name) == heads}  # fmt: skip

@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.settings.flags import flag, positional
 from megatron.hugging_face import open_model, write_adapters, write_model
+from megatron.hugging_face.writing import PRECISIONS
 from tools.checkpoint.opening import PathFlags, opened, size_text
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +22,8 @@ class Flags(PathFlags):
 
     target: Path = positional()
     """Directory to create."""
-    dtype: str | None = flag(None, choices=_DTYPES)
-    """Type of the written weights; by default the stored type."""
+    dtype: str | None = flag(None, choices=PRECISIONS)
+    """Type of the written weights; by default the stored type. fp8-block: blocks of 128 x 128."""
     adapter: bool = False
     """Write the low-rank adapters of the checkpoint for PEFT, instead of a whole model."""
     base: Path | None = flag(None, metavar="DIRECTORY")
@@ -48,7 +45,7 @@ def run(flags: Flags) -> int:
         contents if base is None else open_model(base),
         flags.target,
         adapters=None if base is None else contents,
-        dtype=_DTYPES.get(flags.dtype),
+        dtype=PRECISIONS.get(flags.dtype),
         companion=flags.companion or base,
     )
     print(

@@ -46,6 +46,7 @@ _NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 """Safetensors dtype names."""

@@ -33,6 +33,7 @@ from megatron.core.distributed.zero.parameter_units import parameter_units
 from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.foundation.errors import NumericsError, refuse_given
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
+from megatron.core.parameters.exact_sum import round_sums
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -85,6 +86,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.pg_collection = resolve_groups(pg_collection)
         watch_plain_optimizers()
+        self._is_exact: bool = getattr(config, "layout_invariant_mode", False)
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
         if ddp_config.use_distributed_optimizer:
@@ -98,6 +100,7 @@ class DistributedDataParallel(nn.Module):
             policy_of=self._policy,
             separate=set(self._tied_parameters()),
             disable_bucketing=disable_bucketing,
+            is_exact=self._is_exact,
         )
         self._param_index: dict[nn.Parameter, tuple[ZeroStage, int]] = {
             p: (b, i) for b in self.gradient_buffers for i, p in enumerate(b.flat.parameters)
@@ -147,8 +150,8 @@ class DistributedDataParallel(nn.Module):
         config = self.ddp_config
         compression = None if config.grad_compression == "none" else config
         scale, average = 1.0 / num_replicas, False
-        if getattr(self.config, "calculate_per_token_loss", False):
-            scale = 1.0
+        if self._is_exact or getattr(self.config, "calculate_per_token_loss", False):
+            scale = 1.0  # exact sums are scaled once, in `round_gradients`
         elif config.average_in_collective:
             scale, average = mesh.size / num_replicas, True
         return ReductionPolicy(scale, average, config.check_for_nan_in_grad, compression)
@@ -359,6 +362,12 @@ class DistributedDataParallel(nn.Module):
                 if isinstance(scaling_factor, Tensor):
                     scaling_factor = scaling_factor.to(owned.device)
                 owned.mul_(scaling_factor)
+
+    def round_gradients(self, factor: float) -> None:
+        """Multiply the exact sums of `layout_invariant_mode`, and round them to fp32 values."""
+        for buffer in self.gradient_buffers:
+            for owned in buffer.owned_gradients():
+                round_sums(owned, factor)
 
     def spans(self) -> list[ShardSpan]:
         """Return the spans that this rank updates, with reduced gradients, buffer by buffer."""

@@ -27,6 +27,7 @@ def finalize_model_grads(
     num_tokens: Tensor | None = None,
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
+    exact_factor: float | None = None,
 ) -> None:
     """Complete the gradients of all model chunks of this rank.
 
@@ -35,6 +36,7 @@ def finalize_model_grads(
             with gradients in `.grad`.
         num_tokens: tokens of this rank's share of the batch, on the last pipeline stage (other
             stages pass any tensor); gradients are then divided by their global number.
+        exact_factor: gradients are exact sums (`layout_invariant_mode`), to be multiplied by it.
     Raises:
         NumericsError: on all ranks, if `check_for_nan_in_grad` found a bad gradient on any rank.
     Communication, in this order:
@@ -52,8 +54,8 @@ def finalize_model_grads(
     _sum_partial_gradients(model, groups)
     _sum_tied_gradients(model, groups)
     _sum_gradients_of_all_stages(model, groups)
-    if num_tokens is not None:
-        _divide_by_tokens(model, num_tokens, groups)
+    if num_tokens is not None or exact_factor is not None:
+        _scale(model, num_tokens, exact_factor, groups)
     finish_router_step(model, groups)
     finish_indexer_step(model, groups)
     finish_low_precision_step(model, groups)
@@ -153,20 +155,28 @@ def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None) -> None:
             gradient.copy_(total)
 
 
-def _divide_by_tokens(
-    model: Sequence[nn.Module], num_tokens: Tensor, groups: ProcessGroupCollection
+def _scale(
+    model: Sequence[nn.Module],
+    num_tokens: Tensor | None,
+    exact_factor: float | None,
+    groups: ProcessGroupCollection,
 ) -> None:
-    total = num_tokens.clone()
-    if groups.pp.size() > 1:
-        # Only the last stage has counted tokens.
-        last = loss_rank(get_model_config(model[0]))
-        torch_collectives.broadcast(total, groups.pp, last)
-    torch_collectives.all_reduce(total, groups.dp_cp)
-    # A batch without learned tokens has zero gradients; keep them.
-    factor = 1.0 / max(float(total), 1.0)
+    factor = 1.0 if exact_factor is None else exact_factor
+    if num_tokens is not None:
+        total = num_tokens.clone()
+        if groups.pp.size() > 1:
+            # Only the last stage has counted tokens.
+            last = loss_rank(get_model_config(model[0]))
+            torch_collectives.broadcast(total, groups.pp, last)
+        torch_collectives.all_reduce(total, groups.dp_cp)
+        # A batch without learned tokens has zero gradients; keep them.
+        factor /= max(float(total), 1.0)
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
-            chunk.scale_gradients(factor)
+            if exact_factor is None:
+                chunk.scale_gradients(factor)
+            else:
+                chunk.round_gradients(factor)
         else:
             for parameter in chunk.parameters():
                 for gradient in _reduced(chunk, parameter):

@@ -1,7 +1,4 @@
-"""Graphs of an accelerator: operations that are recorded once and started together afterwards.
-
-**Never run on a GPU**: tests record with a substitute.
-"""
+"""Graphs of an accelerator: operations that are recorded once and started together afterwards."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype, residual.dtype
+        ctx.bias_shape = None if bias is None else bias.shape
         ctx.scale = scale
         ctx.save_for_backward(mask)
         if bias is None:
@@ -89,7 +90,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dropped = (grad * mask).mul_(ctx.scale).to(of_x)
         grad_bias = None
         if of_bias is not None and ctx.needs_input_grad[1]:
-            grad_bias = dropped.reshape(-1, dropped.shape[-1]).sum(0).to(of_bias)
+            grad_bias = dropped.sum_to_size(ctx.bias_shape).to(of_bias)
         return dropped, grad_bias, grad.to(of_residual), None, None
 
 

@@ -1,7 +1,7 @@
 """The table of attention kernels, with the features that each supports.
 
 To add a kernel, write a function of type `AttentionKernel` and an entry in `ATTENTION`. The lists
-are in order of preference. **The entries for accelerators have never run on an accelerator.**
+are in order of preference. The entries `flash-attn` and `transformer-engine` **have never run**.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -53,6 +53,23 @@ class AttentionOptions:
     layer_scaling: int = 1
     softmax_in_fp32: bool = True
     max_logits: Tensor | None = None
+
+    def of_heads(self, begin: int, end: int) -> AttentionOptions:
+        """Return the options of some of the heads."""
+
+        def part(x: Tensor | None, dim: int) -> Tensor | None:
+            if x is None or x.dim() < -dim or x.shape[dim] == 1:
+                return x
+            return x.narrow(dim, begin, end - begin)
+
+        return replace(
+            self,
+            attention_mask=part(self.attention_mask, -3),
+            attention_bias=part(self.attention_bias, -3),
+            first_head=self.first_head + begin,
+            sink=part(self.sink, -1),
+            max_logits=part(self.max_logits, -1),
+        )
 
     def keep_mask(self, query: Tensor, num_keys: int) -> Tensor | None:
         """Draw dropout: [b, n, sq, sk], 0 where a probability is dropped, else 1/(1-p).

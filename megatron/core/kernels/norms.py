@@ -8,7 +8,7 @@ activations (in bf16, 1,024 tokens give a relative error of 4 %, 8,192 tokens 10
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron.core.foundation.optional_imports import require, why_missing
 from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+from megatron.core.parameters.exact_sum import row_sum
+from megatron.core.parameters.param_meta import accumulate_main_grad, has_main_grad
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,6 +117,59 @@ class _HalfLayerNorm(torch.autograd.Function):
         grad_weight = _weight_gradient(grad, centred, rstd).to(weight.dtype)
         grad_bias = grad.view(-1, size).sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
+
+
+class _ExactNorm(torch.autograd.Function):
+    """A norm by its formula, with exact sums over rows in the gradients of its parameters.
+
+    Sums over a row are computed by torch row by row, so a rank may hold any of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float, *owners: Tensor) -> Tensor:
+        bias = owners[1] if len(owners) > 1 else None
+        wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        if bias is not None:
+            wide.sub_(wide.mean(-1, keepdim=True))
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, rstd)
+        ctx.owners, ctx.is_centered = owners, bias is not None
+        out = wide.mul_(rstd).mul_(scale)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype, copy=True)
+        if ctx.is_centered:
+            normed.sub_(normed.mean(-1, keepdim=True))
+        normed.mul_(rstd)
+        grad = grad.to(rstd.dtype)
+        columns = x.shape[-1]
+        sums = [row_sum((grad * normed).view(-1, columns))]
+        if ctx.is_centered:
+            sums.append(row_sum(grad.reshape(-1, columns)))
+        gradients: list[Tensor | None] = []
+        for owner, total in zip(ctx.owners, sums, strict=True):
+            if has_main_grad(owner):
+                accumulate_main_grad(owner, total)
+            gradients.append(None if has_main_grad(owner) else total)
+        inner = grad * scale
+        correction = normed.mul_((inner * normed).mean(-1, keepdim=True))
+        if ctx.is_centered:
+            correction.add_(inner.mean(-1, keepdim=True))
+        grad_x = inner.sub_(correction).mul_(rstd).to(x.dtype)
+        return grad_x, None, None, *gradients
+
+
+def exact_norm(x: Tensor, eps: float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the RMSNorm, or with a bias the LayerNorm, of x [..., h], the same in every layout.
+
+    Args:
+        scale: [h], the factor on the normalised activations.
+        parameters: weight and, for LayerNorm, bias [h]; they receive the gradients.
+    """
+    return _ExactNorm.apply(x, scale.detach(), eps, *parameters)
 
 
 TRAINING = "training"

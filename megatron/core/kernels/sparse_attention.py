@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels.attention_options import AttentionOptions
@@ -73,7 +74,7 @@ def index_scores(query: Tensor, weights: Tensor, key: Tensor, uses_relu: bool) -
     return torch.matmul(weights.to(dtype).transpose(0, 1).unsqueeze(2), products).squeeze(2)
 
 
-def chosen_keys(scores: Tensor, hidden: Tensor, topk: int) -> Tensor:
+def choose_keys(scores: Tensor, hidden: Tensor, topk: int) -> Tensor:
     """Return bool [b, q, k], True at the `topk` visible keys with the highest scores.
 
     Of equal scores the earliest keys are taken, so that the choice does not depend on a sort; a
@@ -90,6 +91,31 @@ def chosen_keys(scores: Tensor, hidden: Tensor, topk: int) -> Tensor:
     left = topk - above.sum(-1, keepdim=True)
     is_early = equal.cumsum(-1, dtype=torch.int32) <= left
     return (above | (equal & is_early)) & ~hidden
+
+
+@torch.no_grad()
+def chosen_positions(
+    spec: SparseSpec, hidden: Tensor, index_query: Tensor, index_weights: Tensor, index_key: Tensor
+) -> Tensor:
+    """Return the positions of the chosen keys of a block of queries, int32 [b, q, topk]; -1 fills
+    the rows of queries that see fewer keys.
+
+    Args:
+        others: as in `attend_rows`.
+    """
+    scores = index_scores(index_query, index_weights, index_key, spec.uses_relu)
+    chosen = choose_keys(scores, hidden, spec.topk)
+    missing = max(0, spec.topk - chosen.shape[-1])
+    first = F.pad(chosen, (0, missing)).byte().topk(spec.topk, dim=-1, sorted=False)
+    return torch.where(first.values > 0, first.indices, -1).int()
+
+
+def _is_chosen(positions: Tensor, hidden: Tensor) -> Tensor:
+    """Return bool [b, q, k], True at positions [b, q, topk]; those of -1 count as none."""
+    b, q, _ = positions.shape
+    k = hidden.shape[-1]
+    found = torch.zeros(b, q, k + 1, dtype=torch.bool, device=positions.device)
+    return found.scatter_(-1, torch.where(positions < 0, k, positions).long(), True)[..., :k]
 
 
 def hidden_keys(spec: SparseSpec, begin: int, end: int, num_keys: int, local: slice,
@@ -115,12 +141,13 @@ def hidden_keys(spec: SparseSpec, begin: int, end: int, num_keys: int, local: sl
 
 def attend_rows(
     query: Tensor,
-    index_query: Tensor,
-    index_weights: Tensor,
+    index_query: Tensor | None,
+    index_weights: Tensor | None,
     key: Tensor,
     value: Tensor,
-    index_key: Tensor,
+    index_key: Tensor | None,
     sink: Tensor | None,
+    positions: Tensor | None,
     *,
     hidden: Tensor,
     rows: SequenceShard,
@@ -132,8 +159,9 @@ def attend_rows(
     Args:
         query: [q, b, n, d]; key: [k, b, n, d]; value: [k, b, n, e].
         index_query: [q, b, j, i]; index_weights: [q, b, j]; index_key: [k, b, i]. Only the loss
-            gives them a gradient.
+            gives them a gradient. None in a layer without an indexer.
         sink: [n], scores of a key without value that every query sees; None without.
+        positions: [b, q, topk], positions of the keys, -1 for none; None: the indexer chooses.
         hidden: bool [1 or b, q, k], True where a query does not see a key.
         rows: the positions of the queries.
         counted: bool [b, q], False for queries that are padding; None: all are tokens.
@@ -143,8 +171,14 @@ def attend_rows(
         with a loss, a sum of [b, q, k] over the ranks that hold other heads.
     """
     options = spec.options
-    indexed = index_scores(index_query, index_weights, index_key, spec.uses_relu)
-    chosen = chosen_keys(indexed.detach(), hidden, spec.topk)
+    indexed = query.new_zeros(())
+    if positions is None or spec.compared is not Compared.NOTHING:
+        assert index_query is not None and index_weights is not None and index_key is not None
+        indexed = index_scores(index_query, index_weights, index_key, spec.uses_relu)
+    if positions is None:
+        chosen = choose_keys(indexed.detach(), hidden, spec.topk)
+    else:
+        chosen = _is_chosen(positions, hidden) & ~hidden  # this layer may have a window
     scores = scaled_scores(query, key, options, in_fp32=True)
     lowest = torch.finfo(scores.dtype).min
     kept = scores.masked_fill(~chosen.unsqueeze(1), lowest)

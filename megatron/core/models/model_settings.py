@@ -39,8 +39,8 @@ class ModelSettings(
     """Sizes, positions, norms, activations and initial weights."""
 
     preset: str | None = None
-    """Name of a published model, for example gpt2-124m or llama3-8b. Sets the flags of its shape
-    that are not given."""
+    """Name of a published model, for example llama3-8b or deepseek-v3. Sets the flags of its shape
+    and its experts that are not given."""
     group_query_attention: bool = False
     """Share key/value heads between query heads (arXiv 2305.13245)."""
     seq_length: int = required("--seq-length", "--encoder-seq-length")

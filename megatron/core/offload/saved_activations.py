@@ -5,8 +5,8 @@ region. When backward reaches a region, it starts to copy back the tensors of th
 so that the copies overlap with computation (ZeRO-Offload's idea applied to activations: S.
 Rajbhandari et al., "ZeRO-Infinity", section 5.1.3, arXiv 2104.07857). No number changes.
 
-An accelerator copies on two separate streams, through pinned memory (**never run on an
-accelerator**). If the device is the host, a thread copies, so that the same program runs there.
+An accelerator copies on two separate streams, through pinned memory. If the device is the host, a
+thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations

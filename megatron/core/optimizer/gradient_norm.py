@@ -11,9 +11,11 @@ The same pass is the check for NaN and infinity: all ranks see all sums, so they
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
+from megatron.core.kernels import triton_kernels
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
@@ -31,6 +35,8 @@ SMALLEST_FAST_NORM = 1e-15
 """Below it squares of fp32 elements underflow, so the norm is computed exactly in fp64."""
 _EXACT_BLOCKS = 2**11
 """Blocks that are converted to fp64 at a time: 2 MiB."""
+_PART = 64
+EXACT = "squares in fp64"
 
 
 def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
@@ -121,11 +127,7 @@ class GradientReader:
         device = parameters[0].device if parameters else torch.device("cpu")
         counted = [is_counted_on_rank(shard.parameter, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
-        self._lengths = [
-            torch.tensor(span.num_blocks, device=span.gradients.device)
-            for span in self.spans
-            if span.shards
-        ]
+        self._segments = [Segments.of(span) for span in self.spans if span.shards]
         for span in self.spans:
             if span.shards:  # a precondition of `_segment_sums`
                 assert min(span.num_blocks) >= 0
@@ -185,8 +187,10 @@ class GradientReader:
         """Return (sums of squares, whether they are not finite), fp64 and bool [shards]."""
         occupied = (span for span in self.spans if span.shards)
         parts = [
-            _segment_sums(_block_squares(span.gradients, exactly), lengths)
-            for span, lengths in zip(occupied, self._lengths, strict=True)
+            SPAN_SQUARES.choose(Request.of(span.gradients, (EXACT,) * exactly)).kernel.run(
+                span.gradients, segments, exactly
+            )
+            for span, segments in zip(occupied, self._segments, strict=True)
         ]
         parts += [
             _sum_of_squares(shard.reduced_gradient(), exactly).view(1) for shard in self.unbucketed
@@ -215,6 +219,32 @@ class GradientReader:
                 torch_collectives.all_reduce(number, group)
             total += int(number)
         return total
+
+
+class Segments(NamedTuple):
+    """The shards of a span: int64 tensors on the device of its gradients.
+
+    Attributes:
+        num_blocks: [shards], with the padding after each shard.
+        begins: [parts + 1], the first block of each part of a shard, and the end of the span.
+        num_parts: [shards], parts of at most `most_blocks` blocks.
+        most_blocks: blocks that one program of a kernel reads.
+    """
+
+    num_blocks: Tensor
+    begins: Tensor
+    num_parts: Tensor
+    most_blocks: int
+
+    @staticmethod
+    def of(span: ShardSpan) -> Segments:
+        """Return the segments of a span."""
+        ends = [0, *itertools.accumulate(span.num_blocks)]
+        parts = [range(*pair, _PART) for pair in itertools.pairwise(ends)]
+        begins = [*itertools.chain(*parts), ends[-1]]
+        lists = (span.num_blocks, begins, [len(part) for part in parts])
+        tensors = [torch.tensor(x, device=span.gradients.device) for x in lists]
+        return Segments(tensors[0], tensors[1], tensors[2], _PART)
 
 
 class _Part:
@@ -273,3 +303,18 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     # copy of all gradients would set the peak memory of a step that overflows in fp16.
     parts = blocks.split(_EXACT_BLOCKS)
     return torch.cat([x.to(torch.float64, copy=True).square_().sum(dim=1) for x in parts])
+
+
+def _squares_by_blocks(flat: Tensor, segments: Segments, exactly: bool) -> Tensor:
+    return _segment_sums(_block_squares(flat, exactly), segments.num_blocks)
+
+
+_BY_BLOCKS = Kernel("blocks", _squares_by_blocks, frozenset({EXACT}))
+SPAN_SQUARES: KernelTable[Callable[[Tensor, Segments, bool], Tensor]] = KernelTable(
+    "squares of the gradient",
+    {
+        "cpu": (_BY_BLOCKS,),
+        OTHER_DEVICES: (triton_kernels.entry("squares", "segment_squares"), _BY_BLOCKS),
+    },
+)
+"""Functions that return the sums of squares of the shards of a span, fp64 [shards]."""

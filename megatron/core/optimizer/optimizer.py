@@ -1,8 +1,9 @@
 """Optimizers of a training step: main weights, loss scale, finite check, clipping, update.
 
 A torch optimizer computes the update (one fused pass over weights, gradients and moments, which
-also applies the loss scale and the clipping factor). It works on shards of parameters: whole
-parameters without sharding, the rank's ranges with ZeRO. The code is the same for both.
+also applies the loss scale and the clipping factor; our Adam's writes half-precision weights, too).
+It works on shards of parameters: whole parameters without sharding, the rank's ranges with ZeRO.
+The code is the same for both.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class MegatronOptimizer:
         self._streamed = streamed_params(self._optimizers)
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
+        published = {main for each in self._optimizers for main in getattr(each, "published", ())}
+        self._unpublished = [pair for pair in self._copies if id(pair[1]) not in published]
 
     # Contents -------------------------------------------------------------------------------
 
@@ -165,8 +168,9 @@ class MegatronOptimizer:
                 item.main_param.grad = None
         if row_factors:
             self._scale_rows(row_factors)
-        if self._copies:
-            values, main_params = zip(*self._copies, strict=True)
+        copies = self._copies if row_factors else self._unpublished
+        if copies:
+            values, main_params = zip(*copies, strict=True)
             torch._foreach_copy_(values, main_params)
         for chunk in self._replicated:
             chunk.start_param_sync()

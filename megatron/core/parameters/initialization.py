@@ -241,15 +241,16 @@ class DeferredWeights:
     ) -> None:
         self._seed, self._axis_rank, self._axis_size = seed, axis_rank, axis_size
         names = canonical_names(module)
-        self._owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
-        """Modules and their own parameters, each with its canonical name."""
+        self._owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]], torch.device]] = []
+        """Modules, their own parameters, each with its canonical name, and the device that draws:
+        the constructor's, because the module may be moved before it is filled."""
         for prefix, owner in module.named_modules():
             own = [
                 (names[f"{prefix}.{leaf}" if prefix else leaf], parameter)
                 for leaf, parameter in owner.named_parameters(recurse=False)
             ]
             if own:
-                self._owners.append((owner, own))
+                self._owners.append((owner, own, own[0][1].device))
 
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
         """Fill, and allocate if needed, all modules that own one of the parameters.
@@ -258,14 +259,19 @@ class DeferredWeights:
         """
         wanted = {id(parameter) for parameter in parameters}
         left, self._owners = self._owners, []
-        for owner, own in left:
+        for owner, own, where in left:
             if any(id(parameter) in wanted for _, parameter in own):
+                moved = [(p, p.device) for _, p in own if p.device != where]
+                allocate([parameter for _, parameter in own])
+                for parameter, _ in moved:
+                    parameter.data = parameter.data.to(where)
                 self._fill(owner, own)
+                for parameter, home in moved:
+                    parameter.data = parameter.data.to(home)
             else:
-                self._owners.append((owner, own))
+                self._owners.append((owner, own, where))
 
     def _fill(self, owner: nn.Module, own: list[tuple[str, nn.Parameter]]) -> None:
-        allocate([parameter for _, parameter in own])
         plain = [p for _, p in own if get_param_meta(p).init_method is None]
         if plain and hasattr(owner, "reset_parameters"):
             canonical_owner = own[0][0].rpartition(".")[0]

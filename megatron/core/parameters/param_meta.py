@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
+from megatron.core.parameters.exact_sum import on_grid, row_sum
 
 _ATTRIBUTE = "_param_meta"
 
@@ -174,6 +176,9 @@ def has_main_grad(parameter: Tensor) -> bool:
 def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) -> None:
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
+    if main_grad.dtype == torch.float64 and parameter.dtype != torch.float64:
+        grad = on_grid(grad if scale == 1.0 else grad * scale)
+        scale = 1.0
     if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
         # `add_` refuses such a factor: an initial fp16 loss scale may be this large.
         grad, scale = grad * scale, 1.0
@@ -191,6 +196,26 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
         pieces = main_grad.view(-1).split(MIXED_SUM_ELEMENTS)
         for piece, part in zip(pieces, grad.reshape(-1).split(MIXED_SUM_ELEMENTS), strict=True):
             piece.add_(part, alpha=scale)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shape: torch.Size) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        total = row_sum(grad.reshape(-1, grad.shape[-1]))
+        if has_main_grad(ctx.parameter):
+            accumulate_main_grad(ctx.parameter, total)
+            return None, None
+        return total, None
+
+
+def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
+    """Expand a parameter [h] to [..., h]; its gradient is the exact sum of the rows' gradients."""
+    return _Rows.apply(parameter, shape)
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -132,6 +133,8 @@ def forward_backward(
         )
     receive_shapes, send_shapes = _shapes(config, placement, rank, shapes, adjust_tensor_shapes_fn)
     reported = StepReport()
+    batches = num_microbatches * (groups.dp_cp.size() // groups.cp.size())
+    exact = ExactScale.of(config, batches, seq_length * micro_batch_size)
     loss = LossSettings(
         num_microbatches=num_microbatches,
         cp_group=groups.cp,
@@ -139,6 +142,7 @@ def forward_backward(
         tokens_per_microbatch=tokens_per_microbatch,
         collect_non_loss_data=collect_non_loss_data,
         scale=config.grad_scale_func,
+        exact_scale=None if exact is None else exact.of_losses,
     )
     make_stage = partial(
         Stage,
@@ -174,7 +178,7 @@ def forward_backward(
         channels.end_step()
         if not forward_only and config.finalize_model_grads_func is not None:
             stack.close()  # leave `no_sync`: the remaining reductions must start
-            _finalize(config, chunks, reported, groups, force_all_reduce)
+            _finalize(config, chunks, reported, groups, force_all_reduce, exact)
     return reported.entries
 
 
@@ -262,7 +266,8 @@ def get_tensor_shapes(
     """Return the shapes of the tensors that cross a stage boundary.
 
     There is one tensor, [s/cp, b, h], or [s/cp/tp, b, h] with sequence parallelism. Where stages
-    send both stacks of a model, s is the sum of their lengths.
+    send both stacks of a model, s is the sum of their lengths; with hyper-connections h is the
+    width of all residual streams.
     """
     length = seq_length if decoder_seq_length is None else decoder_seq_length
     if config.sends_both_stacks and decoder_seq_length is not None:
@@ -270,7 +275,7 @@ def get_tensor_shapes(
     length //= resolve_group(cp_group, "cp").size()
     if config.sequence_parallel:
         length //= resolve_group(tp_group, "tp").size()
-    return [(length, micro_batch_size, config.hidden_size)]
+    return [(length, micro_batch_size, config.num_residual_streams * config.hidden_size)]
 
 
 def _check_call(
@@ -330,12 +335,39 @@ def _param_sync(config: Any, chunks: Sequence[Any]) -> Callable[[int], None] | N
     return gather
 
 
+@dataclass(frozen=True)
+class ExactScale:
+    """Factors of `layout_invariant_mode`, which depend on the global batch alone."""
+
+    of_losses: float
+    """A power of two, which rounds nothing: sums of gradients stay in range."""
+    of_gradients: float
+    """Makes sums of gradients means over micro batches (or sums over tokens)."""
+
+    @staticmethod
+    def of(config: Any, num_microbatches: int, tokens: int) -> ExactScale | None:
+        """Return the factors of a step, or None without the mode.
+
+        Args:
+            num_microbatches: of all replicas.
+            tokens: of a micro batch.
+        """
+        if not getattr(config, "layout_invariant_mode", False):
+            return None
+        if config.calculate_per_token_loss:
+            bits = (num_microbatches * tokens - 1).bit_length()
+            return ExactScale(2.0**-bits, 2.0**bits)
+        bits = (num_microbatches - 1).bit_length()
+        return ExactScale(2.0**-bits, 2.0**bits / num_microbatches)
+
+
 def _finalize(
     config: Any,
     chunks: Sequence[Any],
     reported: StepReport,
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
+    exact: ExactScale | None,
 ) -> None:
     """Complete the gradients of all chunks; only the last stage has counted tokens."""
     num_tokens: Tensor | None = None
@@ -343,5 +375,7 @@ def _finalize(
         num_tokens = reported.num_tokens
         if num_tokens is None:
             num_tokens = torch.zeros((), dtype=torch.int, device=device.current_device())
-    options = {"force_all_reduce": True} if force_all_reduce else {}
+    options: dict[str, Any] = {"force_all_reduce": True} if force_all_reduce else {}
+    if exact is not None:
+        options["exact_factor"] = exact.of_gradients
     config.finalize_model_grads_func(list(chunks), num_tokens, pg_collection=groups, **options)

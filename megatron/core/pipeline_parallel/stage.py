@@ -47,6 +47,8 @@ class LossSettings:
             of all replicas, if it is known before the step; see `AuxLossScale`.
         collect_non_loss_data: call the loss function with `non_loss_data=True` and only collect.
         scale: applied to the loss before its backward (fp16), or None.
+        exact_scale: with `layout_invariant_mode` a power of two, the factor of each micro batch's
+            loss instead of all others: it depends on the global batch alone.
     """
 
     num_microbatches: int
@@ -55,6 +57,7 @@ class LossSettings:
     tokens_per_microbatch: Tensor | None = None
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
+    exact_scale: float | None = None
 
 
 @dataclass
@@ -152,7 +155,7 @@ class Stage:
                 announce()
         # The weight of auxiliary losses, which arise inside the model.
         settings = self._loss
-        factor = settings.cp_group.size() / settings.num_microbatches
+        factor = settings.exact_scale or settings.cp_group.size() / settings.num_microbatches
         current_step().aux_loss_scale = AuxLossScale(
             factor, settings.per_token, settings.tokens_per_microbatch, settings.scale
         )
@@ -236,12 +239,14 @@ class Stage:
         loss, num_tokens, entry = loss_parts(
             loss_function(output), output, per_token=settings.per_token, trains=self._trains
         )
+        share = settings.exact_scale or cp_size / settings.num_microbatches
         if num_tokens is None:
-            loss = loss * cp_size / settings.num_microbatches
+            loss = loss * share
         elif settings.per_token:
             total = reported.num_tokens
             counted = num_tokens.detach().to(torch.int)
             reported.num_tokens = counted if total is None else total + counted
+            loss = loss * (settings.exact_scale or 1.0)
         else:
             # Divide by the tokens of all `cp` ranks: a mean of the ranks' means would give the
             # tokens of ranks that hold few of them a larger weight.
@@ -250,7 +255,7 @@ class Stage:
                     num_tokens.detach().clone(), settings.cp_group
                 )
             # Without any token the loss is 0, not 0 / 0.
-            loss = loss * cp_size / num_tokens.clamp(min=1) / settings.num_microbatches
+            loss = loss / num_tokens.clamp(min=1) * share
         mtp_losses = current_step().mtp_losses
         if mtp_losses and isinstance(entry, Mapping):
             entry = {**entry, **mtp_losses}

@@ -6,13 +6,14 @@ short convolution precedes the rule, and a gated norm of each head follows it.
 
 Kimi Delta Attention has a decay for each channel of a key. Kimi Team, "Kimi Linear: An Expressive,
 Efficient Attention Architecture", section 3, arXiv 2510.26692. Decays and output gates are
-projections of latents that all heads share and that are as wide as a value head; the gate is a
-sigmoid.
+projections of latents that all heads share and that are as wide as a value head, or of the tokens
+(`linear_full_rank_gates`); the gate is a sigmoid.
 
 Legend: s sequence, b micro batch, g key heads, n value heads, r = n/g, d width of a key head, e of
 a value head, w width of a latent. A block is a key head: query d, key d, r values and r output
 gates of e, r write strengths, r decays. A block of Kimi Delta Attention is query d, key d, r values
-of e, r write strengths, and w/g features of the latents of decays and of gates.
+of e, r write strengths, and w/g features of the latents of decays and of gates (without latents r
+decays of d, and r gates of e).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class GatedDeltaNet(RecurrentMixer):
         config = self.config
         self.out_norm = RMSNorm(
             self.sizes.value_width,
-            config.layernorm_epsilon,
+            config.linear_norm_epsilon or config.layernorm_epsilon,
             dtype=config.params_dtype,
             device=device_of_parameters(config),
         )
@@ -95,7 +96,11 @@ class GatedDeltaNet(RecurrentMixer):
         """Return log decays, at most 0, and write strengths: [s, b, n/tp] each."""
         _, strength, decay = (x.flatten(2) for x in others)
         steps = F.softplus(wide(decay) + wide(self.dt_bias))
-        return -wide(self.A_log).exp() * steps, wide(strength).sigmoid()
+        return -wide(self.A_log).exp() * steps, self.strength(strength)
+
+    def strength(self, x: Tensor) -> Tensor:
+        """Return the write strengths of projections."""
+        return wide(x).sigmoid() * (2.0 if self.config.linear_allow_neg_eigval else 1.0)
 
     def recurrence(
         self,
@@ -133,6 +138,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         sizes = GatedDeltaNet.sizes_of(config)
         g, n, d, e = sizes.num_blocks, sizes.num_heads, sizes.key_width, sizes.value_width
         r, share = n // g, -(-e // g)
+        if config.linear_full_rank_gates:
+            rows = (d, d, r * e, r, r * d, r * e)
+            return replace(sizes, rows_of_block=rows, vector_parameters=n + n * d + e)
         return replace(
             sizes,
             rows_of_block=(d, d, r * e, r, share, share),
@@ -144,12 +152,14 @@ class KimiDeltaAttention(GatedDeltaNet):
         """Create the decays of heads, biases of channels, projections of latents, and the norm."""
         n, config = self.num_heads, self.config
         d, e, latent = self.sizes.key_width, self.sizes.value_width, self.latent_width
+        self.decay_up_weight = self.gate_up_weight = None
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n * d, split_dim=0, init_method=fill_step_biases)
-        self.decay_up_weight, self.gate_up_weight = (
-            layer.new_parameter(rows, latent, split_dim=0, init_method=config.init_method)
-            for rows in (n * d, n * e)
-        )
+        if not config.linear_full_rank_gates:
+            self.decay_up_weight, self.gate_up_weight = (
+                layer.new_parameter(rows, latent, split_dim=0, init_method=config.init_method)
+                for rows in (n * d, n * e)
+            )
         self.add_norm()
 
     @property
@@ -157,8 +167,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         """Width of a latent."""
         return self.sizes.num_blocks * self.sizes.rows_of_block[-1]
 
-    def from_latent(self, share: Tensor, weight: Tensor) -> Tensor:
-        """Return latents times a matrix, fp32 or wider.
+    def from_latent(self, share: Tensor, weight: Tensor | None) -> Tensor:
+        """Return latents times a matrix, fp32 or wider; `share` itself without a matrix.
 
         Args:
             share: [s, b, g/tp, w/g], this rank's features of the latent.
@@ -168,6 +178,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         Communication:
             forward all-gather of the latent, backward reduce-scatter, on `tp`.
         """
+        if weight is None:
+            return wide(share.flatten(2))
         latent = all_gather_last_dim_from_tensor_parallel_region(
             share.flatten(2).contiguous(), group=self.pg_collection.tp
         )
@@ -176,10 +188,11 @@ class KimiDeltaAttention(GatedDeltaNet):
     def coefficients(self, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return log decays [s, b, n/tp, d], at most 0, and write strengths [s, b, n/tp]."""
         strength, of_decay, _ = others
-        steps = F.softplus(self.from_latent(of_decay, self.decay_up_weight) + wide(self.dt_bias))
+        steps = self.from_latent(of_decay, self.decay_up_weight) + wide(self.dt_bias)
         steps = steps.unflatten(2, (self.num_heads, -1))
-        rate = wide(self.A_log).exp().unsqueeze(-1)
-        return -rate * steps, wide(strength.flatten(2)).sigmoid()
+        rate, bound = wide(self.A_log).exp().unsqueeze(-1), self.config.linear_decay_bound
+        decays = -rate * F.softplus(steps) if bound is None else bound * (rate * steps).sigmoid()
+        return decays, self.strength(strength.flatten(2))
 
     def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
         """Norm each head of [s, b, n, e], then gate it; return [s, b, n*e]."""

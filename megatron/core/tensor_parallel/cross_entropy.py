@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     cross_entropy_statistics,
 )
 from megatron.core.topology.group import Group
+from megatron.core.transport import collectives
+from megatron.core.transport.transport import tree_sum
 
 
 def vocab_parallel_cross_entropy(
@@ -35,6 +37,7 @@ def vocab_parallel_cross_entropy(
     tp_group: Group | None = None,
     num_valid: int | None = None,
     overwrite_logits: bool = False,
+    units: int = 1,
 ) -> Tensor:
     """Return the loss of every token, computed in fp32.
 
@@ -48,6 +51,7 @@ def vocab_parallel_cross_entropy(
         overwrite_logits: the caller does not need the logits any more: backward writes the gradient
             into their memory (on some devices forward writes the softmax there), so no tensor of
             size [s, b, v/tp] is allocated.
+        units: of the whole vocabulary; above 1 the loss has the same bits in every layout.
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
@@ -56,6 +60,11 @@ def vocab_parallel_cross_entropy(
         DataError: a label outside the vocabulary, on all ranks.
     """
     shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, resolve_group(tp_group, "tp"))
+    if units > 1:
+        assert label_smoothing == 0.0
+        return _UnitCrossEntropy.apply(
+            vocab_parallel_logits, target, shard, units // shard.group.size()
+        )
     return _CrossEntropy.apply(
         vocab_parallel_logits, target, shard, float(label_smoothing), overwrite_logits
     )
@@ -145,6 +154,38 @@ class _CrossEntropy(torch.autograd.Function):
             out = torch.empty_like(rows)
         cross_entropy_gradient(rows, out, statistics, labels, ctx.shard, ctx.label_smoothing, scale)
         return out.view(ctx.shape), None, None, None, None
+
+
+class _UnitCrossEntropy(torch.autograd.Function):
+    """Cross entropy whose exponentials are added per unit of the vocabulary, then in a tree."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, units: int) -> Tensor:
+        rows, group = _rows(logits).to(torch.float32, copy=True), shard.group
+        labels = Labels.locate(target, shard)
+        rows[:, shard.num_local_valid :] = -torch.inf
+        at_label = rows.gather(1, labels.columns).masked_fill_(~labels.is_local, 0.0).squeeze(1)
+        local = torch.stack([rows.amax(-1), at_label])
+        shared = (
+            collectives.all_gather(local.unsqueeze(0), group) if group.size() > 1 else local[None]
+        )
+        highest = shared[:, 0].amax(0)
+        rows.sub_(highest.unsqueeze(-1)).exp_()
+        total = tree_sum(list(rows.view(len(rows), units, -1).sum(-1).unbind(1)))
+        if group.size() > 1:
+            total = tree_sum(list(collectives.all_gather(total.clone().unsqueeze(0), group)))
+        loss = total.log() + highest - shared[:, 1].sum(0)
+        ctx.save_for_backward(rows.div_(total.unsqueeze(-1)), *vars(labels).values())
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return loss.masked_fill(labels.is_ignored, 0.0).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, columns, is_local, is_ignored = ctx.saved_tensors
+        scale = grad.reshape(-1, 1).masked_fill(is_ignored.unsqueeze(1), 0.0)
+        out = softmax * scale
+        out.scatter_add_(1, columns, torch.where(is_local, -scale, 0.0))
+        return out.to(ctx.dtype).view(ctx.shape), None, None, None
 
 
 def _rows(logits: Tensor) -> Tensor:

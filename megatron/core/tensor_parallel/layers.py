@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.tensor_parallel.linear_with_overlap import (
     InputMode,
@@ -126,6 +127,7 @@ class ColumnParallelLinear(ParallelLinear):
             input_mode=_column_input_mode(self.sequence_parallel, self.allreduce_dgrad),
             fuses_main_grad=config.gradient_accumulation_fusion,
             overlaps=config.async_tensor_model_parallel_allreduce,
+            units=self.units(0, stride),
         )
 
         self.weight: nn.Parameter | None = None
@@ -257,6 +259,7 @@ class RowParallelLinear(ParallelLinear):
             output_mode=OutputMode.LOCAL if self.explicit_expert_comm else output_mode,
             fuses_main_grad=config.gradient_accumulation_fusion,
             overlaps=config.async_tensor_model_parallel_allreduce,
+            units=self.units(1, stride),
         )
         self.weight = self.new_parameter(
             output_size,
@@ -293,7 +296,11 @@ class RowParallelLinear(ParallelLinear):
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         added_bias = None if self.skip_bias_add else self.bias
         out = parallel_linear(input_, self.weight, added_bias, self.spec)
-        return out, self.bias if self.skip_bias_add else None
+        if not self.skip_bias_add:
+            return out, None
+        if self.spec.units is None or self.bias is None:
+            return out, self.bias
+        return out, in_rows(self.bias, out.shape)
 
     def extra_repr(self) -> str:
         """Show the sizes."""

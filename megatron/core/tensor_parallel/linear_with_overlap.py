@@ -23,6 +23,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.quantized_linear import GemmContext, QuantizedLinear
+from megatron.core.parameters.exact_sum import on_grid, row_sum
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -31,6 +32,7 @@ from megatron.core.parameters.param_meta import (
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.unit_products import Units
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
@@ -72,6 +74,8 @@ class LinearCommSpec:
     """Overlap the input-gradient collective with the weight-gradient GEMM."""
     quantized: QuantizedLinear | None = None
     """Low-precision products; None multiplies in the dtype of the tensors."""
+    units: Units | None = None
+    """Products in units that all layouts share (`layout_invariant_mode`)."""
 
     @cached_property
     def communicates(self) -> bool:
@@ -94,6 +98,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
         decided by the two modes, on `spec.group`.
     """
     communicates = spec.communicates
+    if spec.units is not None:
+        return _ParallelLinear.apply(x, weight, bias, spec, communicates, False)
     if spec.quantized is not None:
         records = torch.is_grad_enabled()
         return _ParallelLinear.apply(x, weight, bias, spec, communicates, records)
@@ -158,6 +164,12 @@ class _ParallelLinear(torch.autograd.Function):
             out = spec.quantized.forward(x, weight, ctx.context)
             if output_mode is OutputMode.LOCAL:
                 return out if bias is None else out.add_(bias)
+        elif spec.units is not None:
+            out = spec.units.forward(x.reshape(-1, x.shape[-1]), weight)
+            out = out.view(*x.shape[:-1], -1)
+            if output_mode is OutputMode.LOCAL:
+                out = out.to(x.dtype)
+                return out if bias is None else out.add_(bias)
         elif output_mode is OutputMode.LOCAL:
             return linear(x, weight, bias)
         else:
@@ -166,6 +178,7 @@ class _ParallelLinear(torch.autograd.Function):
             out = collectives.all_reduce(out, spec.group)
         else:
             out = collectives.reduce_scatter(out, spec.group)
+        out = out.to(x.dtype)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -207,6 +220,8 @@ class _ParallelLinear(torch.autograd.Function):
             grad_bias = _bias_gradient(ctx.bias, bias_rows, spec)
         if reducing is not None:
             grad_x = reducing.wait()
+        if grad_x is not None:
+            grad_x = grad_x.to(x.dtype)  # sums of units are fp32
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -218,6 +233,8 @@ def _input_gradient(
         assert context is not None
         return spec.quantized.input_gradient(grad, weight, context)
     rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
+    if spec.units is not None:
+        return spec.units.input_gradient(rows, weight).view(*grad.shape[:-1], weight.shape[1])
     return (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
 
 
@@ -233,6 +250,11 @@ def _weight_gradient(
             accumulate_main_grad(weight, total)
         return None if fuses else total
     grad, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if spec.units is not None:
+        total = spec.units.weight_gradient(grad, rows)
+        if fuses:
+            accumulate_main_grad(weight, total)
+        return None if fuses else on_grid(total)
     if fuses:
         main_grad_addmm(weight, grad.t(), rows)
         return None
@@ -257,7 +279,7 @@ def _deferred_weight_gradient(
 
 def _bias_gradient(bias: Tensor, grad: Tensor, spec: LinearCommSpec) -> Tensor | None:
     """Sum the rows of grad [t, o] into the main gradient (and return None), or a new tensor."""
-    total = grad.sum(0)
+    total = grad.sum(0) if spec.units is None else row_sum(grad)
     if spec.fuses_main_grad and has_main_grad(bias):
         accumulate_main_grad(bias, total)
         return None

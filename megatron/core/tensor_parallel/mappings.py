@@ -93,6 +93,14 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
+def _gather_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
+    return collectives.all_gather(x, group, sizes)
+
+
+def _reduce_scatter_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
+    return collectives.reduce_scatter(x, group, sizes)
+
+
 def _own_sequence_piece(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
     if sizes is None:
         return _own_piece(x, 0, group)
@@ -199,7 +207,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
-    return _paired(input_, group, _own_sequence_piece, collectives.all_gather)
+    return _paired(input_, group, _own_sequence_piece, _gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -218,9 +226,9 @@ def gather_from_sequence_parallel_region(
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
-    gather = partial(collectives.all_gather, sizes=output_split_sizes)
+    gather = partial(_gather_sequence, sizes=output_split_sizes)
     if tensor_parallel_output_grad:
-        scatter: Collective = partial(collectives.reduce_scatter, sizes=output_split_sizes)
+        scatter: Collective = partial(_reduce_scatter_sequence, sizes=output_split_sizes)
     else:
         scatter = partial(_own_sequence_piece, sizes=output_split_sizes)
     return _paired(input_, group, gather, scatter)
@@ -233,8 +241,8 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
-    scatter = partial(collectives.reduce_scatter, sizes=input_split_sizes)
-    return _paired(input_, group, scatter, partial(collectives.all_gather, sizes=input_split_sizes))
+    scatter = partial(_reduce_scatter_sequence, sizes=input_split_sizes)
+    return _paired(input_, group, scatter, partial(_gather_sequence, sizes=input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(

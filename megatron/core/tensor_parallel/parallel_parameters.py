@@ -19,7 +19,9 @@ from megatron.core.parameters.param_meta import (
     shard_of,
 )
 from megatron.core.process_groups_config import resolve_group
+from megatron.core.tensor_parallel.unit_products import Units
 from megatron.core.topology.group import Group
+from megatron.core.utils import divide
 
 
 class ParallelLayer(nn.Module):
@@ -56,6 +58,12 @@ class ParallelLayer(nn.Module):
     def split_axis(self) -> str:
         """Name of the axis that `ParamMeta` uses for the split."""
         return "expt_tp" if self.is_expert else "tp"
+
+    def units(self, dim: int, blocks: int) -> Units | None:
+        """Return this rank's units of a weight split along `dim`; None without units."""
+        if not self.config.layout_invariant_mode:
+            return None
+        return Units(dim, divide(self.config.layout_invariant_tensor_units, self.tp_size), blocks)
 
     def new_parameter(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters.exact_sum import on_grid
 from megatron.core.parameters.param_meta import has_main_grad
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.tensor_parallel.mappings import (
@@ -86,9 +87,11 @@ class VocabParallelEmbedding(ParallelLayer):
             input_ = input_.t()
         first_row = self.vocab_start_index
         fuses = self.config.gradient_accumulation_fusion and torch.is_grad_enabled()
-        if self.tp_size == 1 and not (fuses and has_main_grad(self.weight)):
+        is_exact = self.config.layout_invariant_mode
+        if self.tp_size == 1 and not (is_exact or (fuses and has_main_grad(self.weight))):
             return F.embedding(input_, self.weight)
-        partial = _LookUp.apply(input_, self.weight, first_row, self.tp_size > 1, fuses)
+        is_split = self.tp_size > 1
+        partial = _LookUp.apply(input_, self.weight, first_row, is_split, fuses, is_exact)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         return reduce_from_tensor_model_parallel_region(partial, self.tp_group)
@@ -102,9 +105,15 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, first_row: int, is_split: bool, fuses: bool
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        first_row: int,
+        is_split: bool,
+        fuses: bool,
+        is_exact: bool,
     ) -> Tensor:
-        ctx.weight, ctx.fuses = weight, fuses
+        ctx.weight, ctx.fuses, ctx.is_exact = weight, fuses, is_exact
         if not is_split:
             ctx.save_for_backward(ids, None)
             return F.embedding(ids, weight)
@@ -120,15 +129,28 @@ class _LookUp(torch.autograd.Function):
         weight = ctx.weight
         if is_elsewhere is not None:
             grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        if ctx.is_exact:
+            return None, _exact_gradient(weight, rows, grad), *[None] * 4
         if not (ctx.fuses and has_main_grad(weight)):
             dense = torch.ops.aten.embedding_dense_backward(grad, rows, weight.shape[0], -1, False)
-            return None, dense, None, None, None
+            return None, dense, *[None] * 4
         main_grad = weight.main_grad
         if weight.main_grad_is_fresh:
             main_grad.zero_()
             weight.main_grad_is_fresh = False
         add_rows(main_grad, rows.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, None, None, None, None
+        return (None,) * 6
+
+
+def _exact_gradient(weight: Any, rows: Tensor, grad: Tensor) -> Tensor | None:
+    """Add the gradient [t, h] of each token exactly: to the main gradient, or to a new tensor."""
+    has_main = has_main_grad(weight)
+    total = weight.main_grad if has_main else grad.new_zeros(weight.shape, dtype=torch.float64)
+    if has_main and weight.main_grad_is_fresh:
+        total.zero_()
+        weight.main_grad_is_fresh = False
+    add_rows(total, rows.reshape(-1), on_grid(grad.reshape(-1, grad.shape[-1])))
+    return None if has_main else total
 
 
 def index_add(table: Tensor, rows: Tensor, values: Tensor) -> None:

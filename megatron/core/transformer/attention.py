@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
-from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -30,12 +30,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.dot_product_attention import gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.rotary import cos_sin, factor_by_position, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.torch_norm import L2Norm, RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -69,8 +69,6 @@ class Attention(MegatronModule):
     pg_collection: ProcessGroupCollection
     output_width: int
     softmax_scale: float | None
-    core_takes_extra_inputs = False
-    """Projections after query, key and value are inputs of the core; otherwise the output gate."""
 
     def __init__(
         self,
@@ -91,6 +89,8 @@ class Attention(MegatronModule):
             config.num_attention_heads, self.pg_collection.tp.size()
         )
         self.softmax_scale = config.softmax_scale
+        if config.softmax_scale_local and config.window_of(layer_number) is not None:
+            self.softmax_scale = config.softmax_scale_local
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -160,7 +160,8 @@ class Attention(MegatronModule):
         Args:
             positions: [s, b], position of each token in its sequence; default 0, 1, 2, ...
         Returns:
-            query, key, value, and with `config.attention_output_gate` the gate.
+            query, key, value, further inputs of the core, and with `config.attention_output_gate`
+            the gate.
         """
         raise NotImplementedError
 
@@ -207,6 +208,7 @@ class Attention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         sequence_len_offset: object = None,
         *,
+        chosen_keys: dict[int, Tensor] | None = None,
         inference_params: StaticInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -218,6 +220,7 @@ class Attention(MegatronModule):
             rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions of the tokens, or None.
                 `rotary_pos_cos` and `_sin`, if given, are their cosine and sine, computed once for
                 all layers.
+            chosen_keys: for a core of sparse attention; see `SparseAttention.forward`.
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
@@ -228,23 +231,32 @@ class Attention(MegatronModule):
             fix="leave these out",
         )
         context = inference_context if inference_context is not None else inference_params
+        positions = None if context is None else context.positions
         query, key, value, *others = self.get_rotated_qkv(
             hidden_states,
             key_value_states,
-            None if context is None else context.positions,
+            positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        if self.config.query_scale_beta and not self.config.rotates_in(self.layer_number):
-            query = query * self._query_factor(query, context, packed_seq_params)
-        extra, gate = (others, []) if self.core_takes_extra_inputs else ([], others)
+        if self.config.scales_queries(self.layer_number):
+            if positions is None:
+                s, b = query.shape[:2]
+                positions = self.positions_of(s, query.device, packed_seq_params, b)
+            query = query * factor_by_position(positions, self.config).to(query.dtype)
+        split = len(others) - self.config.attention_output_gate
+        extra, gate = others[:split], others[split:]
+        sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
         if context is not None:
             entries = self.extra_cache_entries(extra)
             cached = context.store(self.layer_number, key, value, *entries)
             if not context.is_fresh:
-                attended = self._attend_to_cache(query, cached, extra, context)
-                return self.linear_proj(_gated(attended, *gate))
+                core = reader_of_cache(self.core_attention)
+                chunk = self.config.chunk_of(self.layer_number)
+                hidden = context.masked_keys(core.window(self.attn_mask_type)[0], chunk)
+                attended = core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
+                return self.linear_proj(gated(attended, *gate))
 
-        def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
+        def attend(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
             query, key, value, *extra = tensors
             return self.core_attention(
                 query,
@@ -255,57 +267,33 @@ class Attention(MegatronModule):
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=bias,
                 packed_seq_params=packed_seq_params,
+                **sharing,
             )
 
         given = (attention_mask, attention_bias, query, key, value, *extra)
         if self.recomputes_core and self.training:
-            attended = checkpoint(core, False, *given)
+            attended = checkpoint(attend, False, *given)
         else:
             with offloading(self.config.offloads("core_attn"), self.core_attention):
-                attended = core(*given)
+                attended = attend(*given)
         self.drop_query_key_value(attended)
-        attended = _gated(attended, *gate)
+        attended = gated(attended, *gate)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
 
-    def _query_factor(
-        self,
-        query: Tensor,
-        context: StaticInferenceContext | None,
-        packed: PackedSeqParams | None,
+    def positions_of(
+        self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int
     ) -> Tensor:
-        """Return the factor of `query_scale_beta` on queries [s/cp, b, n, d], as [s/cp, b, 1, 1];
-        positions count from the first token of a document."""
-        if context is not None:
-            positions = context.positions
-        else:
-            cp = self.pg_collection.microbatch_cp
-            shard = sequence_shard_of_rank(query.shape[0], cp=cp, sp=SINGLE_RANK)
-            positions = shard.positions(query.device).unsqueeze(1)
-            if packed is not None:
-                ids = packed.resolve(query.shape[1], query.shape[0] * cp.size(), query.device).ids
-                first = torch.searchsorted(ids.contiguous(), ids.contiguous())
-                positions = positions - first.t()[positions.flatten()]
-        passed = ((positions + 1).float() / self.config.query_scale_interval).floor()
-        factor = 1 + self.config.query_scale_beta * torch.log1p(passed)
-        return factor[..., None, None].to(query.dtype)
+        """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
+        cp = self.pg_collection.microbatch_cp
+        positions = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK).positions(device)
+        if packed is None:
+            return positions[:, None]
+        documents = packed.resolve(batch, num_tokens * cp.size(), device)
+        return documents.positions.t()[positions]
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
-
-    def _attend_to_cache(self, query: Tensor, cached: Any, extra: Any, context: Any) -> Tensor:
-        """Attend to the cached keys: [s, b, n, d] -> [s, b, n*e]."""
-        core = self.core_attention
-        if not isinstance(core, DotProductAttention):
-            raise ConfigError(
-                f"{type(core).__name__} cannot attend to a cache.",
-                rule="only the attention of the local backend reads a cache",
-                flags=["--transformer-impl"],
-                fix="use --transformer-impl local to generate; checkpoints are the same",
-            )
-        left, _ = core.window(self.attn_mask_type)
-        hidden = context.masked_keys(left, self.config.chunk_of(self.layer_number))
-        return core.attend_to_cache(query, cached, extra, hidden=hidden)
 
 
 class SelfAttention(Attention):
@@ -341,13 +329,18 @@ class SelfAttention(Attention):
             meta = replace(get_param_meta(weight), fused_row_sizes=self.rows_of_group)
             set_param_meta(weight, meta)
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
-        self.uses_rotary = config.rotates_in(self.layer_number)
-        norms = submodules.q_layernorm, submodules.k_layernorm
+        norms, widths = (submodules.q_layernorm, submodules.k_layernorm), [head, head]
         if config.qk_l2_norm:
-            norms = (L2Norm, L2Norm) if self.uses_rotary else (None, None)
+            norms = (L2Norm, L2Norm) if config.rotates_in(self.layer_number) else (None, None)
+        elif config.qk_layernorm_across_heads and None not in norms:
+            across = {"tp_group": self.pg_collection.tp}
+            norms = (ModuleSpec(module=RMSNormAcrossHeads, params=across),) * 2
+            widths = [config.num_attention_heads * head, groups * head]
         self.q_layernorm, self.k_layernorm = (
-            self.norm(norm, head, is_sharded=True) for norm in norms
+            self.norm(spec, width, is_sharded=True)
+            for spec, width in zip(norms, widths, strict=True)
         )
+        self.uses_rotary = config.rotates_in(self.layer_number)
 
     def get_query_key_value_tensors(
         self,
@@ -355,7 +348,7 @@ class SelfAttention(Attention):
         key_value_states: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Project to this rank's heads, QK norm applied, before rotation.
+        """Project to this rank's heads, before rotation; the QK norm is applied unless it follows.
 
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
@@ -371,11 +364,17 @@ class SelfAttention(Attention):
         query, key, value, *gate = self._unpack(packed)
         if self.config.attention_value_scale != 1.0:
             value = value * self.config.attention_value_scale
+        if not self.config.qk_layernorm_after_rope:
+            query, key = self._normed(query, key)
+        return query, key, value, *gate
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the QK norm, if there is one."""
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value, *gate
+        return query, key
 
     def get_rotated_qkv(
         self,
@@ -399,12 +398,14 @@ class SelfAttention(Attention):
             query, key, *others = self.get_query_key_value_tensors(
                 hidden_states, key_value_states, positions
             )
-            if angles is None or not self.uses_rotary:
-                return query, key, *others
-            if cos is None or sin is None:
-                angles = angles[0] if isinstance(angles, tuple) else angles
-                cos, sin = cos_sin(angles, query.dtype)
-            return rotate(query, cos, sin, **how), rotate(key, cos, sin, **how), *others
+            if angles is not None and self.uses_rotary:
+                if cos is None or sin is None:
+                    angles = angles[0] if isinstance(angles, tuple) else angles
+                    cos, sin = cos_sin(angles, query.dtype, self.config.rotary_amplitude)
+                query, key = rotate(query, cos, sin, **how), rotate(key, cos, sin, **how)
+            if self.config.qk_layernorm_after_rope:
+                query, key = self._normed(query, key)
+            return query, key, *others
         packed, _ = self.linear_qkv(hidden_states)
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
@@ -446,11 +447,3 @@ class SelfAttention(Attention):
         gate = [part[:, :, mine] for part in gate]
         query = query[:, :, mine].view(s, b, local, d)
         return query, key.unsqueeze(2), value.unsqueeze(2), *gate
-
-
-def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate `attended`."""
-    if gate is None:
-        return attended
-    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
-    return (attended * torch.sigmoid(gate.float())).to(attended.dtype)

@@ -14,12 +14,13 @@ the first of a step.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron.core.foundation import device, device_graph
@@ -46,6 +47,7 @@ def why_not_captured(config: TransformerConfig) -> str:
         "each copy of activations to the host is written to new memory":
             config.offloads_activations,
         "--qk-clip collects logits in Python": config.qk_clip,
+        "layers that share chosen keys exchange them in Python": config.dsa_indexer_topk_freq > 1,
         "a schedule that defers weight gradients computes them after backward":
             schedule_named(config.pipeline_schedule).splits_backward
             or config.overlap_moe_expert_parallel_comm,
@@ -149,6 +151,13 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *of_inputs, *of_parameters
 
 
+def _alias(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter with the same memory and attributes."""
+    alias = nn.Parameter(parameter.detach())
+    vars(alias).update(vars(parameter))
+    return alias
+
+
 def _copy(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for target, value in zip(static, given, strict=True):
@@ -181,7 +190,7 @@ class CapturedLayer:
         if not self._is_capturable(leaves):
             return self._layer(*arguments, **options)
         self._wait_for_weights()
-        parameters = [p for p in self._layer.parameters() if p.requires_grad]
+        parameters = {n: p for n, p in self._layer.named_parameters() if p.requires_grad}
         key = (
             spec,
             tuple(leaf is None for leaf in leaves),
@@ -196,7 +205,8 @@ class CapturedLayer:
             self._num_slots[key] = number + 1
             slot = self._capture(number, leaves, spec, parameters)
         lease = _Lease(slot, free)
-        output = _Replay.apply(lease, len(tensors), parameters, *tensors, *parameters)
+        weights = list(parameters.values())
+        output = _Replay.apply(lease, len(tensors), weights, *tensors, *weights)
         return output, arguments[2] if len(arguments) > 2 else None
 
     def _is_capturable(self, leaves: Sequence[object]) -> bool:
@@ -246,10 +256,16 @@ class CapturedLayer:
         number: int,
         leaves: Sequence[object],
         spec: TreeSpec,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
     ) -> _Slot:
-        """Record both passes for one more micro batch in flight."""
+        """Record both passes for one more micro batch in flight.
+
+        They read aliases of the weights. Autograd adds the gradient of a weight on the stream of
+        the weight's first use, which is the default stream, and this stream refuses to wait for a
+        capture. The first use of an alias is in the capture.
+        """
         pool = MemoryPool()
+        aliases: dict[str, Tensor] = {name: _alias(p) for name, p in parameters.items()}
         static = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor)
@@ -258,18 +274,19 @@ class CapturedLayer:
         ]
         inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
         arguments, options = tree_unflatten(static, spec)
-        wanted = [x for x in (*inputs, *parameters) if x.requires_grad]
+        differentiated = (*inputs, *aliases.values())
+        wanted = [x for x in differentiated if x.requires_grad]
         live: list[Tensor] = []
         gradients_of_outputs: list[Tensor] = []
 
         def forward() -> Outputs:
             with torch.enable_grad():
-                live[:] = [self._layer(*arguments, **options)[0]]
+                live[:] = [functional_call(self._layer, aliases, arguments, options)[0]]
             return tuple(live)
 
         def backward() -> Outputs:
             found = iter(torch.autograd.grad(live, wanted, gradients_of_outputs, allow_unused=True))
-            return tuple(next(found) if x.requires_grad else None for x in (*inputs, *parameters))
+            return tuple(next(found) if x.requires_grad else None for x in differentiated)
 
         def both() -> None:
             forward()

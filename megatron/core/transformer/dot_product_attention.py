@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention import choose_attention
-from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -118,6 +122,8 @@ class DotProductAttention(MegatronModule):
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
+        if comm_type is None and self.config.layout_invariant_mode:
+            return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
         return context_parallel_attention(
@@ -158,6 +164,28 @@ class DotProductAttention(MegatronModule):
             sink=self.softmax_offset,
             softcap=self.config.attn_logit_softcapping,
         )
+
+    def _attend_in_units(
+        self,
+        run: AttentionKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with the heads of one unit at a time: kernels choose their algorithm by the number
+        of heads, which depends on the layout."""
+        groups = self.config.num_query_groups or self.config.num_attention_heads
+        units = math.gcd(groups, self.config.tensor_units)
+        count = max(units // self.pg_collection.tp.size(), 1)
+        heads = query.shape[2] // count
+        split = [[part.contiguous() for part in x.chunk(count, 2)] for x in (query, key, value)]
+        outputs, scope = [], rng_state().scope
+        for n, parts in enumerate(zip(*split, strict=True)):
+            current_step().random_scope = scope  # the draws of all heads are one draw
+            query, key, value = parts
+            outputs.append(run(query, key, value, options.of_heads(n * heads, (n + 1) * heads)))
+        return torch.cat(outputs, -1)
 
     @property
     def context_groups(self) -> ContextParallelGroups:
@@ -251,3 +279,33 @@ def without_padding(
     is_padding = packed.padding_mask.t()[..., None, None]
     far = PADDING_SCORE**0.5 / query.shape[-1] ** 0.5
     return query.masked_fill(is_padding, far), key.masked_fill(is_padding, -far)
+
+
+def reader_of_cache(core: object) -> DotProductAttention:
+    """Return a core attention that reads a cache of keys and values.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(core, DotProductAttention):
+        return core
+    raise ConfigError(
+        f"{type(core).__name__} cannot attend to a cache.",
+        rule="only the attention of the local backend reads a cache",
+        flags=["--transformer-impl"],
+        fix="use --transformer-impl local to generate; checkpoints are the same",
+    )
+
+
+def gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Return attended * sigmoid(gate); without a gate `attended`.
+
+    Args:
+        attended: [s, b, n/tp * d].
+        gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
+    """
+    if gate is None:
+        return attended
+    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
+    parts = attended.unflatten(-1, (gate.shape[-1], -1))
+    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)

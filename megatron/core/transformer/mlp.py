@@ -134,7 +134,9 @@ class MLP(MegatronModule):
         return self.linear_fc2(intermediate)
 
     def _scaled_activation(self, x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        return gated(x, self.activation_func, self.config, bias=bias, weights=scale)
+        return gated(
+            x, self.activation_func, self.config, bias=bias, weights=scale, is_expert=self.is_expert
+        )
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute the input of fc2, [s, b, f/tp]."""
@@ -146,7 +148,7 @@ class MLP(MegatronModule):
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]. Models may override it."""
-        return gated(x, self.activation_func, self.config, bias=bias)
+        return gated(x, self.activation_func, self.config, bias=bias, is_expert=self.is_expert)
 
 
 def gated(
@@ -156,16 +158,21 @@ def gated(
     *,
     bias: Tensor | None = None,
     weights: Tensor | None = None,
+    is_expert: bool = False,
 ) -> Tensor:
     """Apply the activation, with a gate if `config.gated_linear_unit`: [..., f or 2f] -> [..., f].
 
     Args:
         bias: [f or 2f], added first.
         weights: [...], factor on each vector of the result, which keeps its dtype.
+        is_expert: the MLP is a routed expert, which may have a clamp of its own.
     """
     if not config.gated_linear_unit:
         out = activation_func(x if bias is None else x + bias)
         return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
-    gate = Gate(activation_func, config.activation_func_clamp_value, config.glu_linear_offset)
+    clamp = config.activation_func_clamp_value
+    if is_expert and config.moe_activation_func_clamp_value is not None:
+        clamp = config.moe_activation_func_clamp_value
+    gate = Gate(activation_func, clamp, config.glu_linear_offset)
     fuses = config.bias_activation_fusion
     return gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)

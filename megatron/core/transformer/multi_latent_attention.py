@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
@@ -32,7 +31,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -47,6 +45,7 @@ class MLASelfAttentionSubmodules:
     linear_q_proj: ModuleSpec | type | Any = None
     linear_q_down_proj: ModuleSpec | type | Any = None
     linear_q_up_proj: ModuleSpec | type | Any = None
+    linear_gate_proj: ModuleSpec | type | Any = None
     linear_kv_down_proj: ModuleSpec | type | Any = None
     linear_kv_up_proj: ModuleSpec | type | Any = None
     core_attention: ModuleSpec | type | Any = None
@@ -81,6 +80,11 @@ class MLASelfAttention(Attention):
             self.linear_q_up_proj = self.linear(
                 submodules.linear_q_up_proj, config.q_lora_rank, queries, **column
             )
+        if config.attention_output_gate:
+            gates = self.output_width if config.mla_gate_by_channel else heads
+            self.linear_gate_proj = self.linear(
+                submodules.linear_gate_proj, config.hidden_size, gates, **column
+            )
         latent = config.kv_lora_rank
         self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
@@ -111,8 +115,9 @@ class MLASelfAttention(Attention):
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
             positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
-            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and the tensors of
-            `extra_core_inputs`.
+            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], the tensors of
+            `extra_core_inputs`, and with `config.attention_output_gate` the gate [s/cp, b, n/tp],
+            or [s/cp, b, n/tp*e] with `config.mla_gate_by_channel`.
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -125,6 +130,8 @@ class MLASelfAttention(Attention):
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
         extra = self.extra_core_inputs(hidden_states, of_query, positions)
+        if config.attention_output_gate:
+            extra = (*extra, self.linear_gate_proj(hidden_states)[0])
         if not (self.recomputes_up_projection and self.training):
             return *up(of_query, latent, shared_key), *extra
         self._dropped = CheckpointWithoutOutput()
@@ -137,6 +144,7 @@ class MLASelfAttention(Attention):
         """Return the inputs of the core attention in addition to query, key and value.
 
         Args:
+            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
             of_query: as in `_project_up`.
         """
         return ()
@@ -180,7 +188,7 @@ class MLASelfAttention(Attention):
             shared_key = shared_key.unsqueeze(2).expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
-            positions = self.positions_of(s, query.device)
+            positions = self.positions_of(s, query.device, None, b)
         cos, sin = self.cos_sin(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
@@ -199,12 +207,6 @@ class MLASelfAttention(Attention):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
-
-    def positions_of(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the positions [s/cp, 1] of this rank's tokens."""
-        cp = self.pg_collection.microbatch_cp
-        shard = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK)
-        return shard.positions(device)[:, None]
 
     def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""

@@ -31,6 +31,7 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transformer.hyper_connection import expand_streams, stream_contraction
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
@@ -110,13 +111,17 @@ class MultiTokenPredictionLayer(MegatronModule):
             use_low_precision(layer, number, pg_collection)
             layers.append(layer)
         self.transformer_layer = layers[0] if len(layers) == 1 else LayersOfDepth(config, layers)
+        self.contraction = stream_contraction(config, pg_collection.tp)
         self.final_layernorm = norm()
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: object) -> Tensor:
         """Join hidden states and embedded tokens [s/cp, b, h] and run the layer."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
         projected, _ = self.eh_proj(in_compute_dtype(joined, self.config))
-        output, _ = self.transformer_layer(projected, **attention)
+        streams = expand_streams(projected, self.config)
+        output, _ = self.transformer_layer(streams, **attention)
+        if self.contraction is not None:
+            output = self.contraction(output)
         return in_compute_dtype(self.final_layernorm(output), self.config)
 
 

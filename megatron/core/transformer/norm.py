@@ -20,6 +20,7 @@ from megatron.core.kernels.norms import (
     RMS_NORM,
     AddedNorm,
     added_norm_apart,
+    exact_norm,
     norm_request,
 )
 from megatron.core.kernels.registry import KernelTable, Request
@@ -44,6 +45,7 @@ class Norm(nn.Module):
         *,
         sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
+        is_exact: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class Norm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
+        self.is_exact = is_exact
         # Under sequence parallelism a rank normalises s/tp tokens: its gradient is a partial sum.
         meta = ParamMeta(partial_grad_axes=("tp",) if sequence_parallel else ())
         for name, size in self.sizes(hidden_size).items():
@@ -99,7 +102,7 @@ class Norm(nn.Module):
 
     def adds(self, x: Tensor) -> bool:
         """Whether a kernel computes a sum like x [..., h] and its norm in one pass."""
-        if self.added_kernels is None:
+        if self.added_kernels is None or self.is_exact:
             return False
         return self.added_kernels.choose(self._request(x)).kernel.run is not added_norm_apart
 
@@ -110,6 +113,8 @@ class Norm(nn.Module):
 
     def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
         """Normalise x [..., h] with the given parameters, in the order of `initial`."""
+        if self.is_exact:
+            return exact_norm(x, self.eps, self.scale(weight), (weight, *others))
         weight = self.scale(weight)
         kernel = self.kernels.choose(norm_request(x, weight.dtype, self.training)).kernel
         return kernel.run(x, weight, *others, self.eps)
@@ -127,6 +132,16 @@ class LayerNorm(Norm):
     initial: ClassVar = {"weight": 1.0, "bias": 0.0}
 
 
+class LayerNormWithoutBias(Norm):
+    """(x - mean) / sqrt(var + eps) * weight over the last dimension of x [..., h]."""
+
+    kernels = LAYER_NORM
+
+    def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        """Normalise x [..., h]."""
+        return super().normalize(x, weight, torch.zeros_like(weight))
+
+
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., h]."""
 
@@ -134,5 +149,9 @@ class RMSNorm(Norm):
     added_kernels = ADDED_NORM
 
 
-NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, type[Norm]] = {
+    "LayerNorm": LayerNorm,
+    "LayerNormWithoutBias": LayerNormWithoutBias,
+    "RMSNorm": RMSNorm,
+}
 """The norms by name: the values of `--normalization`."""

@@ -10,11 +10,26 @@ from torch import Tensor
 
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import ROTARY, UNFUSED
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def cos_sin(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`."""
-    return freqs.float().cos().to(dtype), freqs.float().sin().to(dtype)
+def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`.
+
+    Args:
+        amplitude: factor on both.
+    """
+    cos, sin = freqs.float().cos(), freqs.float().sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.to(dtype), sin.to(dtype)
+
+
+def factor_by_position(positions: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the factor of `query_scale_beta` at positions [s, b] from 0, fp32 [s, b, 1, 1]."""
+    interval = config.query_scale_interval or config.original_max_position_embeddings
+    passed = (positions.float() + config.query_scale_without_rope).div(interval).floor()
+    return (1 + config.query_scale_beta * torch.log1p(passed))[:, :, None, None]
 
 
 def rotate(

@@ -24,7 +24,8 @@ from megatron.core.kernels.sparse_attention import (
     Compared,
     SparseSpec,
     attend_rows,
-    chosen_keys,
+    choose_keys,
+    chosen_positions,
     hidden_keys,
     index_scores,
 )
@@ -72,8 +73,16 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
         assert config.dsa_indexer_topk
         self.topk = config.dsa_indexer_topk
-        self.indexer = Indexer(config, submodules, self.pg_collection)
-        self.indexer_loss = IndexerLoss(self.layer_number) if config.trains_indexer else None
+        self.owner = self.layer_number
+        """Number of the layer whose indexer chooses the keys."""
+        if config.layer_kind(self.layer_number).shares_keys:
+            earlier = enumerate(config.layer_kinds()[: self.layer_number], 1)
+            self.owner = max(n for n, kind in earlier if kind.is_sparse and not kind.shares_keys)
+        self.indexer: Indexer | None = None
+        self.indexer_loss = None
+        if self.owner == self.layer_number:
+            self.indexer = Indexer(config, submodules, self.pg_collection)
+            self.indexer_loss = IndexerLoss(self.layer_number) if config.trains_indexer else None
 
     def forward(  # type: ignore[override]
         self,
@@ -81,18 +90,22 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        index_query: Tensor,
-        index_weights: Tensor,
-        index_key: Tensor,
+        index_query: Tensor | None = None,
+        index_weights: Tensor | None = None,
+        index_key: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        chosen_keys: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             query, key: [s/cp, b, n, d]; value: [s/cp, b, n, e].
-            index_query, index_weights, index_key: outputs of the indexer for the same tokens.
+            index_query, index_weights, index_key: outputs of the indexer for the same tokens; None
+                in a layer without one.
+            chosen_keys: layer number -> positions of the keys that the layer has chosen in this
+                pass, int32 [b, s/cp, topk], -1 for none. A layer with an indexer adds its own.
             others: as in `DotProductAttention`.
         Returns:
             [s/cp, b, n*e].
@@ -121,25 +134,38 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             else None,
             sum_over_ranks=self._sum_over_heads,
         )
-        keys = [whole_sequence(x, cp) for x in (key, value, index_key)]
+        keys = [None if x is None else whole_sequence(x, cp) for x in (key, value, index_key)]
+        shared = None
+        if self.indexer is None:
+            assert chosen_keys is not None, "a layer that shares keys runs within a block"
+            shared = chosen_keys[self.owner]
+        positions: list[Tensor] = []
         counted = None
         if isinstance(packed_seq_params, Documents) and packed_seq_params.padding_mask is not None:
             counted = ~packed_seq_params.padding_mask
         outs, losses = [], []
-        most = max(query.shape[2], index_query.shape[2]) * b * total
+        most = max(query.shape[2], 0 if index_query is None else index_query.shape[2]) * b * total
         for local, rows in self._blocks(query.shape[0], max(1, BLOCK_ELEMENTS // most)):
             ((begin, end),) = rows.ranges
             _, last = key_range(begin, end, total, options.mask.window)
             hidden = hidden_keys(spec, begin, end, last, local, query.device)
             own = None if counted is None else counted[:, local]
             attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
-            block = [x[local] for x in (query, index_query, index_weights)]
-            tensors = (*block, *(x[:last] for x in keys), options.sink)
+            of_queries = (query, index_query, index_weights)
+            block: list[Any] = [None if x is None else x[local] for x in of_queries]
+            seen: list[Any] = [None if x is None else x[:last] for x in keys]
+            chosen = None if shared is None else shared[:, local]
+            if self.indexer is not None and chosen_keys is not None:
+                chosen = chosen_positions(spec, hidden, block[1], block[2], seen[2])
+                positions.append(chosen)
+            tensors = (*block, *seen, options.sink, chosen)
             # Its dropout is keyed: it draws from no generator whose state would be restored.
             out, loss = recomputed(attend, *tensors, use_reentrant=False, preserve_rng_state=False)
             outs.append(out)
             losses.append(loss)
         attended = torch.cat(outs)
+        if positions and chosen_keys is not None:
+            chosen_keys[self.owner] = torch.cat(positions, 1)
         if compared is Compared.NOTHING:
             return attended
         num_tokens: Tensor | float = float(total * b)
@@ -159,17 +185,23 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         extra: Sequence[Tensor],
         *,
         hidden: Tensor | None,
+        chosen_keys: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Attend with new tokens to the chosen keys of a cache.
 
         Args:
-            cached: keys, values, and the indexer's keys [b, 1, k, i].
+            cached: keys, values, and the indexer's keys [b, 1, k, i], if the layer has an indexer.
             extra: the indexer's queries [s, b, j, i], weights [s, b, j], and new keys.
+            chosen_keys: layer number -> bool [b, 1, s, 1, k], True where the layer's choice hides a
+                key.
             others: as in `DotProductAttention`.
         """
-        index_keys = cached[2]
-        s, b, num_keys = query.shape[0], query.shape[1], index_keys.shape[2]
-        if self.topk < num_keys:
+        s, b, num_keys = query.shape[0], query.shape[1], cached[0].shape[2]
+        if self.topk < num_keys and self.indexer is None:
+            assert chosen_keys is not None
+            hidden = chosen_keys[self.owner]
+        elif self.topk < num_keys:
+            index_keys = cached[2]
             scores = index_scores(
                 extra[0],
                 extra[1],
@@ -178,14 +210,16 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             )
             if hidden is None:
                 hidden = torch.zeros_like(scores, dtype=torch.bool)
-            chosen = chosen_keys(scores, hidden.reshape(b, s, num_keys), self.topk)
+            chosen = choose_keys(scores, hidden.reshape(b, s, num_keys), self.topk)
             hidden = ~chosen.view(b, 1, s, 1, num_keys)
+            if chosen_keys is not None:
+                chosen_keys[self.owner] = hidden
         return super().attend_to_cache(query, cached, extra, hidden=hidden)
 
     def _compared(self) -> Compared:
         """Return the keys whose scores the indexer's loss compares in this call."""
         config = self.config
-        if not (self.training and torch.is_grad_enabled() and config.trains_indexer):
+        if not (self.training and torch.is_grad_enabled() and self.indexer_loss is not None):
             return Compared.NOTHING
         return Compared.CHOSEN if config.dsa_indexer_use_sparse_loss else Compared.VISIBLE
 
@@ -223,12 +257,14 @@ class SparseLatentAttention(MLASelfAttention):
     """Latent attention whose core also takes the outputs of an indexer."""
 
     core_attention: SparseAttention
-    core_takes_extra_inputs = True
 
     def extra_core_inputs(
         self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return queries, weights and key of the indexer; see `Indexer.forward`."""
+        """Return queries [s, b, j, i], weights [s, b, j] and key [s, b, i] of the indexer. A layer
+        that shares the keys of another returns nothing."""
+        if self.core_attention.indexer is None:
+            return ()
         config, tp = self.config, self.pg_collection.tp
         with torch.no_grad():
             latent = self.q_layernorm(of_query)
@@ -236,7 +272,7 @@ class SparseLatentAttention(MLASelfAttention):
         if self.uses_rotary:
             if positions is None:
                 num_tokens = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
-                positions = self.positions_of(num_tokens, hidden_states.device)
+                positions = self.positions_of(num_tokens, hidden_states.device, None, 1)
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             interleaved = config.dsa_indexer_rope_interleaved
             cos_sin = self.cos_sin(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
@@ -244,5 +280,5 @@ class SparseLatentAttention(MLASelfAttention):
         return indexed
 
     def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
-        """Return the indexer's key as one head."""
-        return [extra[2].unsqueeze(2)]
+        """Return the indexer's key as one head, [s, b, 1, i]."""
+        return [extra[2].unsqueeze(2)] if extra else []

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
-from megatron.core.transformer.norm import NORMS, Norm
+from megatron.core.topology.group import Group
+from megatron.core.transformer.norm import NORMS, Norm, RMSNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -46,6 +51,7 @@ class WrappedTorchNorm:
             eps,
             sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma or zero_centered_gamma,
+            is_exact=getattr(config, "layout_invariant_mode", False),
             dtype=config.params_dtype,
             device=device_of_parameters(config),
         )
@@ -67,6 +73,47 @@ class L2Norm(nn.Module):
         """Normalize x [..., h] in fp32 or wider, and return it in its own dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class RMSNormAcrossHeads(RMSNorm):
+    """RMSNorm over all heads of a token [s, b, n/tp, d], split over the tensor-parallel ranks.
+
+    Every rank holds the weight [n * d] of all heads. If several ranks have the same heads (keys of
+    a group that the ranks share), each rank adds their squares, and the mean divides by the copies.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, config: TransformerConfig, tp_group: Group
+    ) -> None:
+        """
+        Args:
+            hidden_size: n * d.
+        """
+        super().__init__(
+            hidden_size,
+            eps,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            dtype=config.params_dtype,
+            device=device_of_parameters(config),
+        )
+        self.tp_group = tp_group
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalise this rank's heads [s, b, n/tp, d].
+
+        Communication: in forward and in backward a sum of s * b numbers over the ranks.
+        """
+        tp, (_, _, num_heads, width) = self.tp_group, x.shape
+        num_all = self.hidden_size // width
+        weight = self.scale(self.weight).view(num_all, width)
+        weight = weight.narrow(0, tp.rank() * num_all // tp.size(), num_heads)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = exact.square().sum((2, 3), keepdim=True)
+        # The gradients of the sum are partial on each rank, so backward adds them up as well.
+        squares = reduce_from_tensor_model_parallel_region(squares, group=tp)
+        squares = copy_to_tensor_model_parallel_region(squares, group=tp)
+        mean = squares / (num_heads * width * tp.size())
+        return ((exact * torch.rsqrt(mean + self.eps)) * weight).to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.captured_layer import captured_layers
+from megatron.core.transformer.hyper_connection import expand_streams, stream_contraction
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
@@ -132,7 +133,17 @@ class TransformerBlock(GraphableMegatronModule):
         self.final_layernorm: nn.Module | None = None
         has_final_norm = post_process
         if layout.mtp_on_earlier_stage:
+            if config.enable_mhc_connections:
+                raise ConfigError(
+                    "enable_mhc_connections with multi-token prediction on an earlier stage.",
+                    rule="stages exchange all residual streams, and no contracted ones",
+                    flags=["--enable-mhc-connections", "--pipeline-model-parallel-layout"],
+                    fix="put the letters m next to L",
+                )
             has_final_norm = layout.stage(pp_rank, vp_stage) == layout.mtp_stage
+        self.contraction = (
+            stream_contraction(config, self.pg_collection.tp) if has_final_norm else None
+        )
         if has_final_norm and post_layer_norm and self.submodules.layer_norm is not None:
             self.final_layernorm = build_module(
                 self.submodules.layer_norm,
@@ -142,7 +153,8 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Set the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        """Set the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism; with
+        hyper-connections all streams, [..., n*h])."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -181,7 +193,8 @@ class TransformerBlock(GraphableMegatronModule):
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
             hidden states of the same shape; on the last stage after the final norm, in the compute
-            dtype. Earlier stages return the residual stream, fp32 with `fp32_residual_connection`.
+            dtype. Earlier stages return the residual stream, fp32 with `fp32_residual_connection`,
+            and with hyper-connections all streams, [s, b, n*h].
         """
         refuse_given(
             "TransformerBlock.forward",
@@ -196,6 +209,8 @@ class TransformerBlock(GraphableMegatronModule):
         )
         if not self.pre_process:
             hidden_states = self.input_tensor
+        elif hidden_states is not None:
+            hidden_states = expand_streams(hidden_states, self.config)
         if hidden_states is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         # A stage frees the data of its output after sending it, which a view could not do.
@@ -203,12 +218,15 @@ class TransformerBlock(GraphableMegatronModule):
         if rotary_pos_emb is not None and rotary_pos_cos is None:
             # Once for all layers, in the dtype of queries and keys.
             freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-            rotary_pos_cos, rotary_pos_sin = cos_sin(freqs, self.config.params_dtype)
+            rotary_pos_cos, rotary_pos_sin = cos_sin(
+                freqs, self.config.params_dtype, self.config.rotary_amplitude
+            )
         names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-        others = {
-            own: dict(zip(names, (angles, *cos_sin(angles, self.config.params_dtype)), strict=True))
-            for own, angles in (other_rotary_pos_emb or {}).items()
-        }
+        others: dict[Any, dict[str, Tensor]] = {}
+        for own, angles in (other_rotary_pos_emb or {}).items():
+            amplitude = 1.0 if "rotary_base" in dict(own) else self.config.rotary_amplitude
+            cos, sin = cos_sin(angles, self.config.params_dtype, amplitude)
+            others[own] = dict(zip(names, (angles, cos, sin), strict=True))
         common: dict[str, Any] = {
             "context_mask": context_mask,
             "rotary_pos_emb": rotary_pos_emb,
@@ -218,16 +236,14 @@ class TransformerBlock(GraphableMegatronModule):
             "inference_context": inference_context or inference_params,
             "padding_mask": padding_mask,
         }
+        if self.config.dsa_indexer_topk_freq > 1:
+            # Of this pass: a recomputation after the next micro batch finds the same keys.
+            common["chosen_keys"] = {}
 
         def run(first: int, last: int) -> Callable[..., Any]:
-            own_layers: Any = self.layers[first:last]
+            own_layers = self.layers[first:last]
             # Chosen now: a recomputation may run after the next micro batch, with other options.
-            chosen = [
-                common | others.get(self.config.rotary_of(layer.layer_number), {})
-                if others
-                else common
-                for layer in own_layers
-            ]
+            chosen = [self._options_of_layer(layer, common, others) for layer in own_layers]
 
             def layers(
                 hidden: Tensor,
@@ -244,7 +260,8 @@ class TransformerBlock(GraphableMegatronModule):
                             hidden, mask, context, attention_bias=bias, **options
                         )
                     if place < len(added):
-                        hidden = hidden + added[place].to(hidden.dtype)
+                        states = expand_streams(added[place], self.config)
+                        hidden = hidden + states.to(hidden.dtype)
                 return hidden, context
 
             return layers
@@ -269,11 +286,24 @@ class TransformerBlock(GraphableMegatronModule):
                         attention_bias,
                         *added,
                     )
+        if self.contraction is not None:
+            hidden_states = self.contraction(hidden_states)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
             hidden_states = in_compute_dtype(hidden_states, self.config)
         return hidden_states
+
+    def _options_of_layer(
+        self, layer: Any, common: dict[str, Any], others: Mapping[Any, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the arguments of one layer.
+
+        Args:
+            common: arguments of all layers.
+            others: value of `config.rotary_of` -> arguments that replace them.
+        """
+        return common | others.get(self.config.rotary_of(layer.layer_number), {})
 
     def _segments(self) -> list[tuple[int, int, bool]]:
         """Return segments of layers: (first, last, whether to recompute them in backward)."""
@@ -317,11 +347,14 @@ class TransformerBlock(GraphableMegatronModule):
             stored = f"{prefix}layers.{position}." if separate else f"{prefix}layers."
             replace_key_prefixes(part, {local: stored})
             declared.update(part)
-        if self.final_layernorm is not None:
+        for name in ("contraction", "final_layernorm"):
+            part = getattr(self, name)
+            if not isinstance(part, nn.Module):
+                continue
             declared.update(
                 sharded_state_dict_of(
-                    self.final_layernorm,
-                    f"{prefix}final_layernorm.",
+                    part,
+                    f"{prefix}{name}.",
                     sharded_offsets,
                     metadata,
                     pg_collection=self.pg_collection,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -132,12 +132,25 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
             fix="drop --cross-entropy-loss-fusion",
         )
-    if config.attention_output_gate and config.multi_latent_attention:
+    if config.enable_mhc_connections and config.sends_both_stacks:
         yield ConfigError(
-            "attention_output_gate with multi-latent attention.",
-            rule="the gate is a part of the projection to whole query heads",
-            flags=["--attention-output-gate", "--multi-latent-attention"],
-            fix="drop --attention-output-gate",
+            "enable_mhc_connections with an encoder and a decoder.",
+            rule="a decoder reads the encoder's output as one stream",
+            flags=["--enable-mhc-connections", "--encoder-num-layers"],
+            fix="drop --enable-mhc-connections",
+        )
+    if config.multi_latent_attention and (
+        given := [
+            name
+            for name in ("qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm")
+            if getattr(config, name)
+        ]
+    ):
+        yield ConfigError(
+            f"{', '.join(given)} with multi-latent attention.",
+            rule="latent attention norms its input and its latents",
+            flags=[*("--" + name.replace("_", "-") for name in given), "--multi-latent-attention"],
+            fix="drop them, or --multi-latent-attention",
         )
     excluded = {
         "--multi-latent-attention": config.multi_latent_attention,
@@ -346,7 +359,7 @@ class TransformerConfig(
             return  # check_linear_attention reports it
         if pattern is None:
             return
-        self.num_layers = self.num_layers or len(pattern.layers)
+        self.num_layers = self.num_layers or len(pattern.kinds)
         self.moe_layer_freq = pattern.layers_with_experts
         self.mtp_num_layers = self.mtp_num_layers or len(pattern.later) or None
         self.pipeline_model_parallel_layout = (
@@ -358,9 +371,22 @@ class TransformerConfig(
         """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return self.encoder_num_layers is not None
 
+    @property
+    def num_residual_streams(self) -> int:
+        """Number of residual streams of a token."""
+        return self.mhc_num_residual_streams if self.enable_mhc_connections else 1
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""
-        return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+        kinds = self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+        return tuple(
+            replace(kind, shares_keys=kind.is_sparse and self.shares_keys(number))
+            for number, kind in enumerate(kinds, 1)
+        )
+
+    def is_reordered(self, layer_number: int) -> bool:
+        """Whether a layer norms the outputs of its branches instead of their inputs."""
+        return self.reordered_norm and not self.layer_kind(layer_number).is_recurrent
 
     def layer_kind(self, layer_number: int) -> LayerKind:
         """Return the kind of a layer, by its 1-based number in the whole model; the layers of
@@ -372,7 +398,7 @@ class TransformerConfig(
         """Return the kinds of the layers of each depth of multi-token prediction."""
         depths = range(1, self.num_built_prediction_layers + 1)
         if self.pattern is None:
-            return (self.layer_kinds()[-1:],) * len(depths)
+            return ((replace(self.layer_kinds()[-1], shares_keys=False),),) * len(depths)
         return tuple(self.pattern.kinds_of_depth(depth) for depth in depths)
 
 

@@ -32,6 +32,7 @@ from megatron.core.process_groups_config import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.config.stages import cp_comm_type_of_layer
+from megatron.core.transformer.hyper_connection import HyperConnection, Residual
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -64,9 +65,9 @@ class TransformerLayerSubmodules:
     mlp: ModuleSpec | type | Any = IdentityOp
     mlp_bda: ModuleSpec | type | Any = IdentityFuncOp
     post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of the attention output before it is added; built with `sandwich_norm`."""
+    """Norm of the attention output before it is added, with `sandwich_norm` or `reordered_norm`."""
     post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of the MLP output before it is added; built with `sandwich_norm`."""
+    """Norm of the MLP output before it is added, with `sandwich_norm` or `reordered_norm`."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -118,7 +119,10 @@ class TransformerLayer(GraphableMegatronModule):
                 eps=config.layernorm_epsilon,
             )
 
-        self.input_layernorm = norm(submodules.input_layernorm)
+        self.is_reordered = config.is_reordered(self.layer_number)
+        self.norms_outputs = config.sandwich_norm or self.is_reordered
+        of_input = IdentityOp if self.is_reordered else submodules.input_layernorm
+        self.input_layernorm = norm(of_input)
         self.self_attention = build_module(
             submodules.self_attention,
             config=config,
@@ -139,8 +143,18 @@ class TransformerLayer(GraphableMegatronModule):
                 pg_collection=self.pg_collection,
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
-        self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
-        if config.sandwich_norm:
+        self.pre_mlp_layernorm = norm(
+            IdentityOp
+            if self.is_reordered or config.share_parallel_norm
+            else submodules.pre_mlp_layernorm
+        )
+        if config.enable_mhc_connections:
+            tp = self.pg_collection.tp
+            if self.has_mixer:
+                self.self_attention_hyper_connection = HyperConnection(config, tp)
+            if self.has_mlp:
+                self.mlp_hyper_connection = HyperConnection(config, tp)
+        if self.norms_outputs:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
             if self.has_mlp:
@@ -153,9 +167,9 @@ class TransformerLayer(GraphableMegatronModule):
 
         # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
-        # If a norm's output is also the residual stream, it is read after its branch: keep it.
-        recomputes_norms = (
-            config.recomputes("layernorm") and not config.apply_residual_connection_post_layernorm
+        # If a norm's output is also the residual or the MLP's input, it is read later: keep it.
+        recomputes_norms = config.recomputes("layernorm") and not (
+            config.apply_residual_connection_post_layernorm or config.share_parallel_norm
         )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
@@ -185,13 +199,18 @@ class TransformerLayer(GraphableMegatronModule):
         sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
         *,
+        chosen_keys: dict[int, Tensor] | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
+        With hyper-connections the hidden states are n streams, [..., n*h].
+
         Args:
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
+            chosen_keys: the keys that layers of this pass have chosen, for layers that share them;
+                see `SparseAttention.forward`.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -205,8 +224,10 @@ class TransformerLayer(GraphableMegatronModule):
             layer_input = hidden_states
             normed = None
             if self.has_mixer:
+                is_sparse = self.config.layer_kind(self.layer_number).is_sparse
                 hidden_states, normed = self._forward_attention(
                     hidden_states,
+                    **({"chosen_keys": chosen_keys} if is_sparse else {}),
                     attention_mask=attention_mask,
                     inference_context=inference_context or inference_params,
                     rotary_pos_emb=rotary_pos_emb,
@@ -241,10 +262,14 @@ class TransformerLayer(GraphableMegatronModule):
         return rng_state().in_scope("decoder", self.layer_number, rows=shard)
 
     def _add(
-        self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None
+        self, bda: Any, output_with_bias: Any, residual: Tensor | Residual, norm: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return residual + m * dropout(output + bias) with the factor m of `residual_multiplier`,
         and its norm if one kernel computes both."""
+        if isinstance(residual, Residual):
+            zeros = torch.zeros_like(output_with_bias[0], dtype=residual.dtype)
+            output, _ = self._add(bda, output_with_bias, zeros)
+            return residual.plus(output), None
         factor = self.config.residual_multiplier
         if factor != 1.0:
             output, bias = output_with_bias
@@ -286,9 +311,18 @@ class TransformerLayer(GraphableMegatronModule):
         output = norm(x)
         return _Normed(in_compute_dtype(output, self.config), output, None)
 
-    def _residual(self, hidden_states: Tensor, normed: _Normed) -> Tensor:
+    def _streams(self, hidden_states: Tensor, name: str) -> tuple[Tensor, Tensor | Residual]:
+        """Return the input of a branch, and the residual that its output is added to."""
+        if not self.config.enable_mhc_connections:
+            return hidden_states, hidden_states
+        found: tuple[Tensor, Residual] = getattr(self, name)(hidden_states)
+        return found
+
+    def _residual(self, hidden_states: Tensor | Residual, normed: _Normed) -> Tensor | Residual:
         """Return the residual that a branch is added to."""
         residual = hidden_states
+        if isinstance(residual, Residual):
+            return residual
         if self.config.apply_residual_connection_post_layernorm:
             assert normed.output is not None, "the residual stream was dropped"
             residual = normed.output
@@ -297,17 +331,20 @@ class TransformerLayer(GraphableMegatronModule):
     def _forward_attention(
         self, hidden_states: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [s, b, h] with attention added, and its norm or None."""
+        """Return the residual stream [s, b, h] with attention added, and the norm that the MLP
+        reads or None."""
+        branch_input, residual = self._streams(hidden_states, "self_attention_hyper_connection")
         with offloading(self.config.offloads("attn_norm"), self.input_layernorm):
             normed = self._normed(
-                self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
+                self.input_layernorm, branch_input, recomputes=self.recomputes_input_norm
             )
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
-        if self.config.sandwich_norm:
+        if self.norms_outputs:
             output = _normed_branch(self.post_self_attn_layernorm, *output)
-        residual = self._residual(hidden_states, normed)
-        return self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
+        residual = self._residual(residual, normed)
+        added, norm_of_sum = self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
+        return added, normed.output if self.config.share_parallel_norm else norm_of_sum
 
     def _forward_cross_attention(
         self, hidden_states: Tensor, context: Tensor | None, context_mask: Tensor | None
@@ -331,6 +368,9 @@ class TransformerLayer(GraphableMegatronModule):
             norm_of_input: [s, b, h], if the attention branch has computed it.
             options: arguments for layers of experts.
         """
+        residual: Tensor | Residual = hidden_states
+        if self.config.enable_mhc_connections:
+            mlp_input, residual = self._streams(hidden_states, "mlp_hyper_connection")
         if norm_of_input is None:
             with offloading(self.config.offloads("mlp_norm"), self.pre_mlp_layernorm):
                 normed = self._normed(
@@ -346,9 +386,9 @@ class TransformerLayer(GraphableMegatronModule):
             given = {n: value for n, value in options.items() if value is not None}
             output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
-        if self.config.sandwich_norm:
+        if self.norms_outputs:
             output = _normed_branch(self.post_mlp_layernorm, *output)
-        return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))[0]
+        return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the MLP on one chunk of tokens after the other; backward recomputes each chunk."""

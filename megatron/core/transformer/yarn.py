@@ -71,9 +71,15 @@ def yarn_of_config(num_channels: int, base: float, config: LatentAttentionConfig
     )
 
 
-def yarn_softmax_scale(head_dim: int, factor: float, strength: float = 1.0) -> float:
+def yarn_softmax_scale(
+    head_dim: int, factor: float, strength: float = 1.0, strength_of_all: float = 0.0
+) -> float:
     """Return the factor on the scores of heads whose channels all rotate, temperature included.
 
     The factor on cosine and sine multiplies queries and keys, so the scores get its square.
+
+    Args:
+        strength, strength_of_all: the settings `mscale` and `mscale_all_dim`.
     """
-    return float(head_dim**-0.5 * yarn_attention_factor(factor, strength) ** 2)
+    of_all = yarn_attention_factor(factor, strength_of_all)
+    return float(head_dim**-0.5 * (yarn_attention_factor(factor, strength) / of_all) ** 2)

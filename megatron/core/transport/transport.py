@@ -267,11 +267,8 @@ def exchange_and_add(
 
     def steps() -> Steps[Tensor]:
         yield [dist.all_to_all_single(received, x, output_sizes, input_sizes, group, async_op=True)]
-        first, second, *others = received.view(size, num_own, *x.shape[1:])
-        total = torch.add(first, second, out=out)
-        for term in others:
-            total.add_(term)
-        return total
+        total = tree_sum(list(received.view(size, num_own, *x.shape[1:])))
+        return total if out is None else out.copy_(total)
 
     return Work(steps())
 
@@ -326,6 +323,14 @@ def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) ->
     """Keep `_sent` alive until it has been sent."""
     yield works
     return received
+
+
+def tree_sum(terms: Sequence[Tensor]) -> Tensor:
+    """Add tensors [...] in a binary tree over their numbers; they may be overwritten."""
+    while len(terms) > 1:
+        pairs = [terms[i].add_(terms[i + 1]) for i in range(0, len(terms) - 1, 2)]
+        terms = pairs + list(terms[len(pairs) * 2 :])
+    return terms[0]
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:

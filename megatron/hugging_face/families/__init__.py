@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import (
     bert,
+    cohere,
     deepseek,
+    deepseek_relatives,
     experts,
     gemma,
     glm,
@@ -15,13 +19,18 @@ from megatron.hugging_face.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    hunyuan,
+    hunyuan4,
     kimi_linear,
     llama,
     llama4,
     mimo,
+    ministral,
+    olmo,
     qwen3_next,
     qwen_vl,
     relatives,
+    routed,
     state_space,
     t5,
 )
@@ -44,7 +53,9 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V3,
     deepseek.DEEPSEEK_V32,
     deepseek.GLM_MOE_DSA,
+    hunyuan4.HY_V4,
     kimi_linear.KIMI_LINEAR,
+    kimi_linear.BAILING_HYBRID,
     gpt_oss.GPT_OSS,
     experts.QWEN2_MOE,
     gpt2.GPT_BIGCODE,
@@ -53,7 +64,12 @@ FAMILIES: tuple[Family, ...] = (
     glm.GLM4,
     glm.GLM4_MOE,
     glm.DOTS1,
+    glm.SOLAR_OPEN,
+    *deepseek_relatives.FAMILIES,
     qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5,
+    qwen3_next.QWEN3_5_MOE,
+    experts.MELLUM,
     llama4.LLAMA4,
     mimo.MIMO_V2_FLASH,
     *relatives.FAMILIES,
@@ -64,21 +80,71 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN3_VL,
     *state_space.FAMILIES,
     *granite.FAMILIES,
+    *olmo.FAMILIES,
+    *routed.FAMILIES,
+    *ministral.FAMILIES,
+    *hunyuan.FAMILIES,
+    *cohere.FAMILIES,
 )
 """An export tries them in this order."""
 
 
-def family_of_config(fields: Mapping[str, object], source: str) -> Family:
-    """Return the family of a `config.json`.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Type of published files without a class in Transformers -> type with the same model."""
+_WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text"},
+    "mistral3": {"model_type": "mistral"},
+    "kimi_k25": {"model_type": "deepseek_v3"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+}
+"""Type of a model with images -> fields of its language model that `text_config` may lack."""
+_IGNORED = {"gemma3": {"final_logit_softcapping": None}}
+"""Type of a model with images -> fields that Transformers applies in the language model alone."""
+_OF_IMAGES = {
+    "text_config", "vision_config", "image_token_index", "image_token_id", "boi_token_index",
+    "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
+    "multimodal_projector_bias", "spatial_merge_size", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
+}  # fmt: skip
+"""Fields of such a config that do not affect the language model."""
+_LANGUAGE_NAMES = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+    r"^model\.blocks\.": "model.layers.",  # in files of Kimi that Transformers 5.23 writes
+}
+_IMAGE_WEIGHTS = {
+    r"(model\.)?(vision_tower|visual|(mm|multi_modal)_projector)\..*": "the encoder of images",
+}
+
+
+def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family of a `config.json`, and the fields that it reads.
+
+    Of a model with images, these are the family and the fields of its language model.
 
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
+    outer = str(fields.get("model_type"))
     kind = fields.get("model_type")
+    if outer in _WITH_IMAGES:
+        text = {**_WITH_IMAGES[outer], **(fields.get("text_config") or {})}
+        text |= _IGNORED.get(outer, {})
+        others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
+        # Transformers ties the head by the field of the whole model.
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        fields = {**others, **text, **tied}
+        kind = text["model_type"]
+    kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
+        if family.model_type == kind and outer not in _WITH_IMAGES:
+            return family, fields
         if family.model_type == kind:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+            names, images = family.other_names, family.left_out
+            names, images = {**names, **_LANGUAGE_NAMES}, {**images, **_IMAGE_WEIGHTS}
+            return replace(family, other_names=names, left_out=images), fields
+    known = ", ".join([*(family.model_type for family in FAMILIES), *_SAME_AS, *_WITH_IMAGES])
     raise ConfigError(
         f"{source}: model_type {kind!r} is not supported.",
         rule=f"the supported types are {known}",
@@ -95,6 +161,7 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
     Raises:
         ConfigError: no family can express it; the differences are listed for each family.
     """
+    preferred = _WITH_IMAGES.get(str(preferred), {}).get("model_type", preferred)
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         wrong = family_misfit(family, settings)
@@ -111,7 +178,10 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return the settings that an export as this family and an import would change, in words."""
     config = family.config(family.exported(settings), "the exported config")
-    return differences(settings, family.described(config))
+    try:
+        return differences(settings, family.described(config))
+    except ConfigError as error:
+        return [str(error).splitlines()[0]]
 
 
 __all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

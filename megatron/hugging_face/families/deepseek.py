@@ -2,16 +2,23 @@
 
 DeepSeek-AI, "DeepSeek-V2", sections 2.1 and 2.2, arXiv 2405.04434; "DeepSeek-V3 Technical Report",
 section 2.1, arXiv 2412.19437; "DeepSeek-V3.2", section 2.1, arXiv 2512.02556, whose indexer chooses
-the keys of attention. The multi-token prediction layers of V3 are left out.
+the keys of attention. Kimi K2 (arXiv 2507.20534) is a V3, also as the text of K2.5 to 2.7, whose
+encoder of images is left out. The multi-token prediction layers of V3 are left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.experts import expert_rules
+from megatron.hugging_face.families.experts import (
+    by_mlp,
+    expert_rules,
+    mlp_kinds,
+    with_mlp_kinds,
+)
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
@@ -27,16 +34,17 @@ _LATENT_SIZES = {
     "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
 }  # fmt: skip
 """Field -> setting."""
+_INDEXERS = ("full", "shared")
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
 
 def latent_settings(config: ConfigFields) -> ModelDescription:
-    """Return the settings of a model with latent attention, and experts in later layers."""
+    """Return the settings of a dense model with latent attention."""
     settings = gated_settings(config)
     config.only("num_key_value_heads", settings.num_attention_heads)
     return replace(
-        with_experts(with_rope(settings, config), config),
+        with_rope(settings, config),
         kv_channels=None,
         group_query_attention=False,
         swiglu=True,
@@ -69,6 +77,22 @@ def with_experts(settings: ModelDescription, config: ConfigFields) -> ModelDescr
     )
 
 
+def with_listed_experts(
+    settings: ModelDescription, config: ConfigFields, num_dense: int | None = None
+) -> ModelDescription:
+    """Return `settings` with experts in the layers that `mlp_layer_types` lists.
+
+    Args:
+        num_dense: number of dense first layers if there is no list, for families that ignore
+            `first_k_dense_replace`.
+    """
+    view = config if num_dense is None else config.with_fields({"first_k_dense_replace": num_dense})
+    settings = with_mlp_kinds(with_experts(settings, view), config)
+    if num_dense is not None:
+        config.only("first_k_dense_replace", settings.has_experts.count(False))
+    return settings
+
+
 def judged_by_sigmoid(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
     """Return `settings` with DeepSeek-V3's router: sigmoid scores and a bias for each expert."""
     config.only("norm_topk_prob", True)
@@ -93,13 +117,12 @@ def _with_groups(settings: ModelDescription, config: ConfigFields, judges: int) 
 
 
 def latent_fields(settings: ModelDescription) -> dict[str, Any]:
-    """Return the fields of a model with latent attention, and experts in later layers."""
+    """Return the fields of a dense model with latent attention."""
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
     return {
         **fields,
         **rope_fields(settings),
-        **experts_fields(settings),
         **settings.fields(_LATENT_SIZES),
         "num_key_value_heads": settings.num_attention_heads,
     }
@@ -121,9 +144,16 @@ def experts_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def listed_experts_fields(settings: ModelDescription) -> dict[str, Any]:
+    """Return the fields of experts in a family whose configs list the layers."""
+    fields = experts_fields(settings)
+    del fields["first_k_dense_replace"], fields["moe_layer_freq"]
+    return {**fields, "mlp_layer_types": mlp_kinds(settings)}
+
+
 def _v2_settings(config: ConfigFields) -> ModelDescription:
     is_limited = config.only("topk_method", "greedy", "group_limited_greedy")
-    settings = latent_settings(config)
+    settings = with_experts(latent_settings(config), config)
     limited = _with_groups(settings, config, judges=1)
     return replace(
         limited if is_limited == "group_limited_greedy" else settings,
@@ -135,13 +165,14 @@ def _v2_fields(settings: ModelDescription) -> dict[str, Any]:
     limited = settings.moe_router_num_groups
     return {
         **latent_fields(settings),
+        **experts_fields(settings),
         "topk_method": "group_limited_greedy" if limited else "greedy",
     }
 
 
 def _v3_settings(config: ConfigFields) -> ModelDescription:
     return replace(
-        judged_by_sigmoid(latent_settings(config), config),
+        judged_by_sigmoid(with_experts(latent_settings(config), config), config),
         rope_interleave=config.take("rope_interleave", True),
     )
 
@@ -149,13 +180,15 @@ def _v3_settings(config: ConfigFields) -> ModelDescription:
 def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **latent_fields(settings),
+        **experts_fields(settings),
         "norm_topk_prob": True,
         "rope_interleave": settings.rope_interleave,
         "num_nextn_predict_layers": 0,
     }
 
 
-def _v32_settings(config: ConfigFields) -> ModelDescription:
+def v32_settings(config: ConfigFields) -> ModelDescription:
+    """Return the settings of a model whose attention has an indexer."""
     layers = config.take("num_hidden_layers")
     dense = min(config.take("first_k_dense_replace", 3), layers)
     known = {"num_hidden_layers": layers, "first_k_dense_replace": dense, "rope_interleave": True}
@@ -172,7 +205,8 @@ def _v32_settings(config: ConfigFields) -> ModelDescription:
     )
 
 
-def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
+def v32_fields(settings: ModelDescription) -> dict[str, Any]:
+    """Return the fields of a model whose attention has an indexer."""
     fields = _v3_fields(settings)
     del fields["rope_interleave"]  # the class has no such field: channels always interleave
     return {
@@ -183,13 +217,44 @@ def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def with_shared_keys(
+    settings: ModelDescription, config: ConfigFields, *, freq: int = 1
+) -> ModelDescription:
+    """Return `settings` with the layers that share the keys of an earlier layer.
+
+    Args:
+        freq: its default.
+    """
+    pattern = config.take("index_topk_pattern", None)
+    freq = max(config.take("index_topk_freq", freq), 1)
+    offset = config.take("index_skip_topk_offset", 2)
+    if isinstance(pattern, str):
+        names = dict(zip("FS", _INDEXERS, strict=True))
+        pattern = [names.get(letter, letter) for letter in pattern]
+    stated = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
+    kinds = config.take("indexer_types", pattern) or indexer_kinds(stated)
+    layers = range(1, settings.num_layers + 1)
+    for freq, offset in product(layers, layers):
+        made = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
+        if indexer_kinds(made) == list(kinds):
+            return made if freq > 1 else settings
+    for name in ("index_topk_pattern", "indexer_types"):
+        config.only(name, indexer_kinds(stated))
+    return stated
+
+
+def indexer_kinds(settings: ModelDescription) -> list[str]:
+    """Return "full" for each layer with an indexer, and "shared" for the others."""
+    return [_INDEXERS[settings.shares_keys(n + 1)] for n in range(settings.num_layers)]
+
+
 def _glm_dsa_settings(config: ConfigFields) -> ModelDescription:
-    settings = replace(_v32_settings(config), dsa_indexer_rope_interleaved=True)
-    config.only("indexer_types", ["full"] * settings.num_layers)
-    return settings
+    settings = with_shared_keys(v32_settings(config), config)
+    return replace(settings, dsa_indexer_rope_interleaved=True)
 
 
-def _v32_rules(settings: ModelDescription) -> list[WeightRule]:
+def v32_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a model whose attention has an indexer in some layers."""
     megatron_prefix = _MEGATRON + "self_attention.core_attention.indexer."
     hf_prefix = _HF + "self_attn.indexer."
     pairs = {
@@ -199,10 +264,9 @@ def _v32_rules(settings: ModelDescription) -> list[WeightRule]:
         "k_norm.bias": "k_norm.bias",
         "linear_weights_proj.weight": "weights_proj.weight",
     }
-    return [
-        *_rules(settings),
-        *(identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items()),
-    ]
+    owners = tuple(n for n in range(settings.num_layers) if not settings.shares_keys(n + 1))
+    indexers = (identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items())
+    return [*_rules(settings), *(replace(rule, layers=owners) for rule in indexers)]
 
 
 def latent_rules(settings: ModelDescription) -> list[WeightRule]:
@@ -219,6 +283,8 @@ def latent_rules(settings: ModelDescription) -> list[WeightRule]:
     else:
         pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
                   "linear_q_up_proj": "q_b_proj"}  # fmt: skip
+    if settings.attention_output_gate:
+        pairs |= {"linear_gate_proj": "g_proj"}
     norm = identity(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight")
     return [
         norm,
@@ -229,11 +295,16 @@ def latent_rules(settings: ModelDescription) -> list[WeightRule]:
     ]
 
 
-def _rules(settings: ModelDescription) -> list[WeightRule]:
+def dense_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a dense model with latent attention."""
     others = [
         rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.megatron_name
     ]
-    return with_expert_layers([*others, *latent_rules(settings)], settings)
+    return [*others, *latent_rules(settings)]
+
+
+def _rules(settings: ModelDescription) -> list[WeightRule]:
+    return with_expert_layers(dense_rules(settings), settings)
 
 
 def with_expert_layers(
@@ -248,11 +319,6 @@ def with_expert_layers(
         block: Hugging Face's name of the MLP of these layers.
         names: Hugging Face's names of gate, up and down of a routed expert.
     """
-    has_experts = settings.has_experts
-    with_them, without = (
-        tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
-    )
-    mlp = [rule for rule in dense if ".mlp." in rule.megatron_name]
     megatron_prefix, hf_prefix = _MEGATRON + "mlp.shared_experts.", f"{_HF}{block}.shared_experts."
     experts = [
         *expert_rules(settings, block, *names),
@@ -266,11 +332,7 @@ def with_expert_layers(
     if settings.moe_router_enable_expert_bias:
         bias = f"{_HF}{block}.gate.e_score_correction_bias"
         experts.append(identity(_MEGATRON + "mlp.router.expert_bias", bias))
-    return [
-        *(rule for rule in dense if rule not in mlp),
-        *(replace(rule, layers=without) for rule in mlp),
-        *(replace(rule, layers=with_them) for rule in experts),
-    ]
+    return by_mlp(dense, experts, settings)
 
 
 LATER_TOKENS = {r"model\.layers\.{num_layers}\..*": "the layer that predicts later tokens"}
@@ -302,16 +364,15 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
-    settings=_v32_settings,
-    fields=_v32_fields,
-    rules=_v32_rules,
+    settings=v32_settings,
+    fields=v32_fields,
+    rules=v32_rules,
 )
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     settings=_glm_dsa_settings,
-    only={**DEEPSEEK_V3.only, "index_topk_freq": 1},
-    unused=(*DEEPSEEK_V3.unused, "index_skip_topk_offset"),  # of layers that share a choice
+    fields=lambda settings: {**v32_fields(settings), "indexer_types": indexer_kinds(settings)},
     absent={"num_key_value_heads": 64, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
 )

@@ -1,6 +1,7 @@
 """Mixtral, Qwen 2 and Qwen 3 with experts: the attention of the dense models, an MLP per expert.
 
-Qwen 2 also has a shared expert, whose output is multiplied by a gate.
+Qwen 2 also has a shared expert, whose output is multiplied by a gate. Mellum is a Qwen 3 with
+windows in part of the layers, which have their own rotary base, and dense layers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family
-from megatron.hugging_face.families.llama import MISTRAL, QWEN2, QWEN3
+from megatron.hugging_face.families.family import Family, window_fields, with_window
+from megatron.hugging_face.families.llama import GATED, MISTRAL, QWEN2, QWEN3, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import rope_fields_by_window, with_rope_by_window
 from megatron.hugging_face.weight_map import WeightRule, concat, experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_MLPS = ("dense", "sparse")
 OF_BALANCE = ("router_aux_loss_coef", "output_router_logits")
 """Fields of the balance loss, which training sets by its own flags."""
 ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -102,10 +105,54 @@ def _rules(
     """Return the `Family.rules` of a dense family with experts as its MLP."""
 
     def rules(settings: ModelDescription) -> list[WeightRule]:
-        found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.megatron_name]
-        return [*found, *expert_rules(settings, block, gate, up, down)]
+        experts = expert_rules(settings, block, gate, up, down)
+        return by_mlp(dense.rules(settings), experts, settings)
 
     return rules
+
+
+def with_mlp_kinds(model: ModelDescription, config: ConfigFields) -> ModelDescription:
+    """Return `model` with experts in the layers that `mlp_layer_types` lists, if it is stated."""
+    kinds = config.take("mlp_layer_types", None)
+    if kinds is None:
+        return model
+    if set(kinds) - set(_MLPS):
+        config.only("mlp_layer_types", *_MLPS)
+    return replace(model, moe_layer_freq=[int(kind == _MLPS[1]) for kind in kinds])
+
+
+def mlp_kinds(settings: ModelDescription) -> list[str]:
+    """Return the value of `mlp_layer_types`."""
+    return [_MLPS[has_experts] for has_experts in settings.has_experts]
+
+
+def by_mlp(
+    dense: list[WeightRule], experts: list[WeightRule], settings: ModelDescription
+) -> list[WeightRule]:
+    """Return the rules of a dense model with `experts` in place of the MLP where the model has
+    experts."""
+    layers = range(settings.num_layers)
+    with_them = tuple(n for n in layers if settings.has_experts[n])
+    without = tuple(n for n in layers if n not in with_them)
+    return [
+        *(rule for rule in dense if ".mlp." not in rule.megatron_name),
+        *(replace(rule, layers=without) for rule in dense if ".mlp." in rule.megatron_name),
+        *(replace(rule, layers=with_them) for rule in experts),
+    ]
+
+
+def _mellum_settings(config: ConfigFields) -> ModelDescription:
+    dense = replace(gated_settings(config), swiglu=True, qk_layernorm=True)
+    dense = with_window(dense, config, [False] * dense.num_layers)
+    dense = with_rope_by_window(dense, config, base=500_000.0, local_base=10_000.0)
+    return with_mlp_kinds(_qwen_settings(dense, config), config)
+
+
+def _mellum_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**QWEN3.fields(settings), **_qwen_fields(settings), **window_fields(settings)}
+    del fields["rope_theta"], fields["rope_scaling"]
+    added = {"mlp_layer_types": mlp_kinds(settings), **rope_fields_by_window(settings)}
+    return {**fields, **added}
 
 
 def expert_rules(
@@ -163,3 +210,22 @@ QWEN3_MOE = replace(
     unused=(*QWEN3.unused, *OF_BALANCE),
     absent={"num_key_value_heads": 4},
 )
+MELLUM = replace(
+    QWEN3_MOE,
+    model_type="mellum",
+    architecture="MellumForCausalLM",
+    settings=_mellum_settings,
+    fields=_mellum_fields,
+    only={**GATED, "attention_bias": False},
+    unused=(
+        *OF_BALANCE,
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
+        "mtp_layer_types",
+        "mtp_mlp_layer_types",
+    ),
+    absent={
+        "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True,
+    },
+    left_out={r"mtp\..*": "the layers that predict later tokens"},
+)  # fmt: skip

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import FULL, SLIDING
 from megatron.hugging_face.weight_map import WeightRule
+
+T = TypeVar("T")
 
 
 def full_name(name: str, prefix: str) -> str:
@@ -52,6 +56,12 @@ class Family:
     """Pattern of weights that are not read -> their description; `{num_layers}` is replaced by the
     number of layers."""
 
+    def in_own_names(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """Return tensors by the names that the rules use, given the names in a file."""
+        for pattern, written in self.other_names.items():
+            stored = {re.sub(pattern, written, name): value for name, value in stored.items()}
+        return dict(stored)
+
     def prefix(self, names: Container[str], first: str) -> str:
         """Return the prefix in a file.
 
@@ -72,6 +82,7 @@ class Family:
             config.take(name, None)
         for name, value in self.only.items():
             config.only(name, value)
+        config.check_quantization()
         return self.settings(config)
 
     def exported(self, settings: ModelDescription) -> dict[str, Any]:
@@ -108,7 +119,6 @@ SIZES = {
     "vocab_size": "unpadded_vocab_size",
 }
 """Field -> setting, in most families."""
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def with_window(

@@ -2,7 +2,7 @@
 
 Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", section 2, arXiv
 2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. Only the text models are
-supported, not Gemma 3 with images (`gemma3`).
+supported: of Gemma 3 with images (`gemma3`) the language model is read.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import (
-    FULL,
-    SLIDING,
-    Family,
-    window_fields,
-    with_window,
-)
+from megatron.hugging_face.families.family import Family, window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope, with_rope_parameters
+from megatron.hugging_face.rope import with_rope, with_rope_by_window
 from megatron.hugging_face.weight_map import WeightRule, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
@@ -86,21 +80,13 @@ def _gemma3_settings(config: ConfigFields) -> ModelDescription:
     period = config.take("_sliding_window_pattern", _GEMMA3_PERIOD)
     period = config.take("sliding_window_pattern", period)
     settings = replace(_common_settings(config, period), qk_layernorm=True)
-    by_kind = config.take("rope_parameters", {})
-    newer = by_kind.get(FULL, by_kind if "rope_theta" in by_kind else None)
-    full = dict(config.one_of(("rope_parameters", newer), "rope_scaling") or {})
-    local = dict(by_kind.get(SLIDING) or {})
-    for found, name, base in (
-        (full, "rope_theta", _GEMMA3_GLOBAL_BASE),
-        (local, "rope_local_base_freq", _GEMMA3_LOCAL_BASE),
-    ):
-        nested = ("rope_parameters.rope_theta", found.get("rope_theta"))
-        found["rope_theta"] = config.one_of(nested, name) or base
-    windowed = with_rope_parameters(
-        settings, local, f"rope_parameters of windows in {config.source}"
+    return with_rope_by_window(
+        settings,
+        config,
+        base=_GEMMA3_GLOBAL_BASE,
+        local_base=_GEMMA3_LOCAL_BASE,
+        local_base_name="rope_local_base_freq",
     )
-    settings = replace(settings, rotary_base_local=windowed.rotary_base)
-    return with_rope_parameters(settings, full, f"rope_parameters in {config.source}")
 
 
 def _gemma3_fields(settings: ModelDescription) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Team GLM, "ChatGLM: A Family of Large Language Models from GLM-130B to GLM-4 All Tools", section 2,
 arXiv 2406.12793. The later GLM-4 (`glm4`) also has norms after each branch. GLM-4.5 (`glm4_moe`)
 has the experts of DeepSeek-V3 ("GLM-4.5", section 2.1, arXiv 2508.06471), like dots.llm1 (arXiv
-2506.05767), whose heads rotate completely. Multi-token prediction layers are left out.
+2506.05767), whose heads rotate completely, and Solar
+Open, which has no dense layer. Multi-token prediction layers are left out.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ def _glm4_moe_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _solar_settings(config: ConfigFields) -> ModelDescription:
+    config.take("intermediate_size", None)  # there is no dense layer
+    width = config.take("moe_intermediate_size")
+    usual = config.with_fields({"intermediate_size": width, "first_k_dense_replace": 0})
+    settings = judged_by_sigmoid(with_experts(LLAMA.settings(usual), usual), usual)
+    config.only("first_k_dense_replace", 0)
+    return replace(settings, add_qkv_bias=config.take("attention_bias", False))
+
+
 def _dots1_settings(config: ConfigFields) -> ModelDescription:
     dense = LLAMA.settings(config)
     usual = [False] * dense.num_layers
@@ -112,6 +122,17 @@ GLM4_MOE = replace(
     unused=("num_mtp_layers", "num_nextn_predict_layers"),
     absent={"num_key_value_heads": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
     left_out=LATER_TOKENS,
+)
+SOLAR_OPEN = replace(
+    LLAMA,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    settings=_solar_settings,
+    fields=_glm4_moe_fields,
+    rules=_expert_rules,
+    only={**GATED, "use_qk_norm": False},
+    unused=GLM4_MOE.unused,
+    absent={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0},
 )
 DOTS1 = replace(
     LLAMA,

@@ -1,7 +1,7 @@
 """GPT-OSS: attention sinks, windows in every second layer, experts with biases and clamped inputs.
 
-OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2, arXiv 2508.10925. Weights in 4 bits
-(`quantization_config`) are refused: convert them to bf16 with Transformers.
+OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2, arXiv 2508.10925. The published weights
+of experts are MXFP4 (`megatron.hugging_face.quantized`).
 """
 
 from __future__ import annotations

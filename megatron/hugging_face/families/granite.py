@@ -2,6 +2,8 @@
 
 Granite 3 is dense (`granite`) or has experts (`granitemoe`). A layer of Granite 4
 (`granitemoehybrid`) has Mamba-2 or attention, and then an MLP, alone or as a shared expert.
+`granite_swa` has windows and sinks, and a rotary base for each layer. HyperCLOVA X (arXiv
+2404.01954) also has norms after both branches, and its factor on the logits multiplies.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.experts import OF_BALANCE
+from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.families.state_space import (
     layer_rules,
@@ -26,7 +29,11 @@ _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _RECURRENT, _ATTENDING = ("mamba", "linear_attention"), ("attention", "full_attention")
 """Names of kinds of layers, in published files and in newer ones."""
 _DIGITS = 14
-"""Significant digits of an attention multiplier after the division by the temperature."""
+"""Significant digits of a factor that is the result of a division."""
+
+
+def _rounded(factor: float) -> float:
+    return float(f"{factor:.{_DIGITS}g}")
 
 
 def _temperature(settings: ModelDescription) -> float:
@@ -34,7 +41,8 @@ def _temperature(settings: ModelDescription) -> float:
     if settings.position_embedding_type != "yarn":
         return 1.0
     width = settings.head_dim
-    scale = yarn_softmax_scale(width, settings.rotary_scaling_factor, settings.mscale)
+    strengths = settings.mscale, settings.mscale_all_dim
+    scale = yarn_softmax_scale(width, settings.rotary_scaling_factor, *strengths)
     return float(scale * width**0.5)
 
 
@@ -48,7 +56,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
 def _fields(settings: ModelDescription) -> dict[str, Any]:
     multiplier, temperature = settings.scale_of_scores or 1.0, _temperature(settings)
     if temperature != 1.0:
-        multiplier = float(f"{multiplier / temperature:.{_DIGITS}g}")
+        multiplier = _rounded(multiplier / temperature)
     return {
         **LLAMA.fields(settings),
         "attention_multiplier": multiplier,
@@ -177,6 +185,67 @@ def _hybrid_rules(settings: ModelDescription) -> list[WeightRule]:
     return layer_rules([*found, *shared], settings)
 
 
+def _swa_settings(config: ConfigFields) -> ModelDescription:
+    settings = _settings(config)
+    settings = with_window(settings, config, [n % 4 != 0 for n in range(settings.num_layers)])
+    bases = config.take("layer_rope_theta", [settings.rotary_base] * settings.num_layers)
+    of_windows, of_others = (
+        {base for base, windowed in zip(bases, settings.windowed_layers, strict=True)
+         if base and windowed == wanted}
+        for wanted in (True, False)
+    )  # fmt: skip
+    base = next(iter(of_others or of_windows or {settings.rotary_base}))
+    local = next(iter(of_windows or {base}))
+    plain = replace(settings, position_embedding_type="rope", use_rope_scaling=False,
+                    rotary_seq_len_interpolation_factor=None)  # fmt: skip
+    if max(len(of_windows), len(of_others)) > 1 or (local != base and settings != plain):
+        config.only("layer_rope_theta")
+    return replace(
+        settings,
+        softmax_type="learnable",
+        rotary_base=base,
+        rotary_base_local=None if local == base else local,
+        no_rope_freq=None if all(bases) else [int(not base) for base in bases],
+    )
+
+
+def _swa_fields(settings: ModelDescription) -> dict[str, Any]:
+    base, skips = settings.rotary_base, settings.no_rope_freq or [0] * settings.num_layers
+    local = settings.rotary_base_local or base
+    bases = [local if windowed else base for windowed in settings.windowed_layers]
+    rotary = [0 if skip else base for skip, base in zip(skips, bases, strict=True)]
+    return {**_fields(settings), **window_fields(settings), "layer_rope_theta": rotary}
+
+
+def _swa_rules(settings: ModelDescription) -> list[WeightRule]:
+    sinks = _MEGATRON + "self_attention.core_attention.softmax_offset"
+    return [*LLAMA.rules(settings), identity(sinks, _HF + "self_attn.sinks")]
+
+
+def _hyperclovax_settings(config: ConfigFields) -> ModelDescription:
+    factor = float(config.take("logits_scaling", 1.0))
+    settings = _settings(config.with_fields({"logits_scaling": 1 / factor}))
+    if config.stated("attention_multiplier") is None:
+        usual = settings.head_dim**-0.5
+        settings = replace(settings, softmax_scale=usual * _temperature(settings))
+    return replace(settings, sandwich_norm=config.take("use_post_norm", True))
+
+
+def _hyperclovax_fields(settings: ModelDescription) -> dict[str, Any]:
+    factor = _rounded(1 / settings.logits_scaling)
+    added = {"logits_scaling": factor, "use_post_norm": settings.sandwich_norm}
+    return {**_fields(settings), **added}
+
+
+def _hyperclovax_rules(settings: ModelDescription) -> list[WeightRule]:
+    after = {"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"}
+    norms = [
+        identity(f"{_MEGATRON}{mine}.weight", f"{_HF}{theirs}.weight")
+        for mine, theirs in after.items()
+    ]
+    return [*LLAMA.rules(settings), *norms] if settings.sandwich_norm else LLAMA.rules(settings)
+
+
 GRANITE = replace(
     LLAMA,
     model_type="granite",
@@ -202,4 +271,21 @@ GRANITE_HYBRID = replace(
     rules=_hybrid_rules,
     unused=OF_BALANCE,
 )
-FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID)
+GRANITE_SWA = replace(
+    LLAMA,
+    model_type="granite_swa",
+    architecture="GraniteSWAForCausalLM",
+    settings=_swa_settings,
+    fields=_swa_fields,
+    rules=_swa_rules,
+    absent={"num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": True},
+)
+HYPERCLOVAX = replace(
+    LLAMA,
+    model_type="hyperclovax",
+    architecture="HyperCLOVAXForCausalLM",
+    settings=_hyperclovax_settings,
+    fields=_hyperclovax_fields,
+    rules=_hyperclovax_rules,
+)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID, GRANITE_SWA, HYPERCLOVAX)

@@ -13,10 +13,10 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import with_expert_layers
 from megatron.hugging_face.families.experts import OF_BALANCE
-from megatron.hugging_face.families.family import FULL
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.families.relatives import SMOLLM3
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import FULL
 from megatron.hugging_face.weight_map import WeightRule, alternating_experts, with_others
 
 _CHUNKED = "chunked_attention"
@@ -47,6 +47,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
         window_attn_skip_freq=[int(kind == _CHUNKED) for kind in kinds],
         query_scale_beta=config.take("attn_scale", 0.1) * is_tuned,
         query_scale_interval=config.take("floor_scale", 8192),
+        query_scale_without_rope=True,
         ffn_hidden_size=config.take("intermediate_size_mlp", 16384),
         num_moe_experts=config.take("num_local_experts", 16),
         moe_layer_freq=[int(n in sparse) for n in layers],
@@ -71,7 +72,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
         "use_qk_norm": settings.qk_l2_norm,
         "attn_temperature_tuning": settings.query_scale_beta > 0,
         "attn_scale": settings.query_scale_beta or 0.1,
-        "floor_scale": settings.query_scale_interval,
+        "floor_scale": settings.query_scale_interval or settings.original_max_position_embeddings,
     }
 
 

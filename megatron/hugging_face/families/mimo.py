@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import judged_by_sigmoid, with_expert_layers
-from megatron.hugging_face.families.family import FULL, SLIDING, window_fields, with_window
+from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope_parameters
+from megatron.hugging_face.rope import FULL, SLIDING, with_rope_parameters
 from megatron.hugging_face.weight_map import WeightRule, by_layer_size, identity
 
 _BASES = {FULL: 5_000_000.0, SLIDING: 10_000.0}

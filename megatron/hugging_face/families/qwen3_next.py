@@ -1,10 +1,13 @@
-"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in all.
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet in most layers, gated attention in the others.
 
-Norms are zero-centred, except the norms of recurrent heads; a part of each attention head rotates.
+Qwen3-Next and `qwen3_5_moe_text` have experts in all layers, `qwen3_5_text` in none. Norms are
+zero-centred, except the norms of recurrent heads; a part of each attention head rotates. The
+encoder of images of Qwen3.5 and 3.6 is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +15,14 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.experts import (
     ALL_SPARSE,
     OF_BALANCE,
+    by_mlp,
     expert_rules,
     with_shared_expert,
 )
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import QWEN3, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope
+from megatron.hugging_face.rope import rope_parameters, with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     by_block,
@@ -33,9 +37,13 @@ _SIZES = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 """Name of a size, the same in Megatron -> its default."""
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Fields of positions that are without effect on text."""
+_GATED = {"hidden_act": "silu", "attention_bias": False}
+_LATER_TOKENS = {r"mtp\..*": "the layers that predict later tokens"}
 
 
-def _settings(config: ConfigFields) -> ModelDescription:
+def _dense_settings(config: ConfigFields) -> ModelDescription:
     interval = config.take("full_attention_interval", 4)
     kinds = config.take("layer_types", None)
     if kinds is not None and set(kinds) - set(_KINDS):
@@ -48,23 +56,45 @@ def _settings(config: ConfigFields) -> ModelDescription:
         attention_output_gate=True,
         experimental_attention_variant="gated_delta_net",
         linear_attention_freq=interval if kinds is None else [_KINDS.index(k) for k in kinds],
+        **{name: config.take(name, default) for name, default in _SIZES.items()},
+    )
+    rope = rope_parameters(config)
+    for name in _OF_IMAGES:
+        rope.pop(name, None)
+    return with_rope(model, config.without("rope_scaling").with_fields({"rope_parameters": rope}))
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    return replace(
+        _dense_settings(config),
         num_moe_experts=config.take("num_experts"),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=config.take("moe_intermediate_size"),
         moe_router_pre_softmax=not config.take("norm_topk_prob", True),
         moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
         moe_shared_expert_gate=True,
-        **{name: config.take(name, default) for name, default in _SIZES.items()},
     )
-    return with_rope(model, config)
 
 
-def _fields(settings: ModelDescription) -> dict[str, Any]:
+def _moe_settings(config: ConfigFields) -> ModelDescription:
+    config.take("intermediate_size", None)  # there is no dense layer
+    usual = {"intermediate_size": config.take("moe_intermediate_size"), "norm_topk_prob": True}
+    config.only("norm_topk_prob", True)
+    return _settings(config.with_fields(usual))
+
+
+def _dense_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **QWEN3.fields(settings),
         "partial_rotary_factor": settings.rotary_percent,
         "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
         **{name: getattr(settings, name) for name in _SIZES},
+    }
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **_dense_fields(settings),
         "num_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
@@ -73,7 +103,24 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _rules(settings: ModelDescription) -> list[WeightRule]:
+_Runs = Callable[[int, int, int], dict[str, tuple[int, ...]]]
+"""(rows of keys, of values, of heads) -> projection before the recurrence -> its runs of rows."""
+
+
+def _fused(keys: int, values: int, heads: int) -> dict[str, tuple[int, ...]]:
+    return {"in_proj_qkvz": (2 * keys + 2 * values,), "in_proj_ba": (2 * heads,)}
+
+
+def _apart(keys: int, values: int, heads: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "in_proj_qkv": (keys, keys, values),
+        "in_proj_z": (values,),
+        "in_proj_b": (heads,),
+        "in_proj_a": (heads,),
+    }
+
+
+def _rules(settings: ModelDescription, runs: _Runs) -> list[WeightRule]:
     recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
     attending = settings.layers_where(lambda kind: kind.attends)
     of_attention = f"{_MEGATRON}self_attention.linear_qkv.weight"
@@ -84,24 +131,23 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     ]
     projections = [f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"]
     attention.append(gated_query_key_value(of_attention, *projections))
-    return [
-        *(rule for rule in QWEN3.rules(settings) if ".layers." not in rule.megatron_name),
+    dense = [
+        *(rule for rule in QWEN3.rules(settings) if ".self_attention." not in rule.megatron_name),
         *(replace(rule, layers=attending) for rule in attention),
-        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings)),
-        *with_shared_expert(expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")),
+        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings, runs)),
     ]
+    experts = expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")
+    return by_mlp(dense, with_shared_expert(experts), settings)
 
 
-def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
+def _recurrent_rules(settings: ModelDescription, runs: _Runs) -> list[WeightRule]:
     """Return the rules of a Gated DeltaNet, whose rows Megatron orders by key head."""
     here, there = _MEGATRON + "self_attention.", _HF + "linear_attn."
     heads = settings.linear_num_key_heads
     keys = heads * settings.linear_key_head_dim
     values = settings.linear_num_value_heads * settings.linear_value_head_dim
-    entering = {
-        there + "in_proj_qkvz.weight": (2 * keys + 2 * values,),
-        there + "in_proj_ba.weight": (2 * settings.linear_num_value_heads,),
-    }
+    made = runs(keys, values, settings.linear_num_value_heads)
+    entering = {f"{there}{name}.weight": rows for name, rows in made.items()}
     convolved = {there + "conv1d.weight": (keys, keys, values)}
     same = {"A_log": "A_log", "dt_bias": "dt_bias", "out_norm.weight": "norm.weight",
             "out_proj.weight": "out_proj.weight"}  # fmt: skip
@@ -118,10 +164,30 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     _settings,
     _fields,
-    _rules,
-    only={"hidden_act": "silu", "attention_bias": False, **ALL_SPARSE},
+    lambda settings: _rules(settings, _fused),
+    only={**_GATED, **ALL_SPARSE},
     unused=OF_BALANCE,
     absent={"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25},
     without_meaning=QWEN3.without_meaning,
-    left_out={r"mtp\..*": "the layers that predict later tokens"},
+    left_out=_LATER_TOKENS,
+)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    _dense_settings,
+    _dense_fields,
+    lambda settings: _rules(settings, _apart),
+    only=_GATED,
+    unused=OF_BALANCE,
+    absent={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    without_meaning=QWEN3.without_meaning,
+    left_out=_LATER_TOKENS,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    settings=_moe_settings,
+    fields=_fields,
+    absent={"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25},
 )

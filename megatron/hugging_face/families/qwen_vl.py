@@ -22,6 +22,7 @@ from megatron.hugging_face.weight_map import (
     concat,
     fused_query_key_value,
     identity,
+    renamed,
     weight_and_bias,
 )
 
@@ -261,15 +262,7 @@ def _qwen3_rules(settings: ModelDescription) -> list[WeightRule]:
     for ours, name in mergers.items():
         for layer in ("norm", "linear_fc1", "linear_fc2"):
             rules += _linear(f"{_OURS}{ours}.{layer}", f"{theirs}{name}.{layer}")
-    decoder = [
-        replace(
-            rule,
-            hf_names=tuple(
-                name.replace("model.", "model.language_model.", 1) for name in rule.hf_names
-            ),
-        )
-        for rule in QWEN3.rules(settings)
-    ]
+    decoder = renamed(QWEN3.rules(settings), {"model.": "model.language_model."})
     return [*decoder, *rules]
 
 

@@ -4,6 +4,7 @@ Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotat
 SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows. Arcee: a squared
 ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
 zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
+InternLM3 and IQuest-Coder: a Llama under another name.
 Phi-3: one tensor of queries, keys and values, and one of gate and up.
 """
 
@@ -17,7 +18,7 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
 from megatron.hugging_face.families.llama import GATED, LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope
+from megatron.hugging_face.rope import rope_parameters, with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     fused_query_key_value,
@@ -27,6 +28,9 @@ from megatron.hugging_face.weight_map import (
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
+_CONTEXT = "original_max_position_embeddings"
+_LONG = ("longrope", "su", "yarn")
+"""Names of LongRoPE in the configs of Phi-3, the newest first."""
 _PHI3_FUSED = (
     fused_query_key_value(
         _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
@@ -78,8 +82,8 @@ def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription
     Args:
         norm_epsilon: name of the config's field.
     """
-    renamed = config.renamed(norm_epsilon, "rms_norm_eps")
-    settings = replace(gated_settings(renamed), normalization="LayerNorm")
+    usual = config.renamed({norm_epsilon: "rms_norm_eps"})
+    settings = replace(gated_settings(usual), normalization="LayerNorm")
     return with_rope(settings, config)
 
 
@@ -149,11 +153,26 @@ def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
     return _with_biases(rules, ("norm", "linear_"))
 
 
+def _phi3_settings(config: ConfigFields) -> ModelDescription:
+    rope, context = rope_parameters(config), config.take(_CONTEXT, 4096)
+    kind = rope.get("rope_type") or rope.pop("type", None)
+    if kind in _LONG and "long_factor" not in rope:
+        config.with_fields({"rope_type": kind}).only("rope_type", "longrope with its factors")
+        config = config.with_fields({"rope_parameters": None, "rope_scaling": None})
+    elif kind in _LONG:
+        rope |= {"rope_type": _LONG[0], _CONTEXT: context}
+        config = config.with_fields({"rope_parameters": rope, "rope_scaling": None})
+    return MISTRAL.settings(config)
+
+
 def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
+    context = settings.max_position_embeddings
+    if settings.rotary_long_factors:
+        context = settings.original_max_position_embeddings
     return {
         **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
         "partial_rotary_factor": settings.rotary_percent,
-        "original_max_position_embeddings": settings.max_position_embeddings,
+        _CONTEXT: context,
         "pad_token_id": None,
     }
 
@@ -247,14 +266,27 @@ STARCODER2 = _relative(
     unused=("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"),
     absent={"num_key_value_heads": 2, "tie_word_embeddings": True},
 )
+INTERNLM3 = _relative(
+    "internlm3",
+    "InternLM3",
+    only={**LLAMA.only, "qkv_bias": False, "bias": False},
+    absent={"num_key_value_heads": 2, "head_dim": 128},
+)
+IQUESTCODER = _relative(
+    "iquestcoder",
+    "IQuestCoder",
+    only={**LLAMA.only, "use_sliding_window": False},
+    absent={"num_key_value_heads": 8, "head_dim": 128},
+)
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    settings=_phi3_settings,
     fields=_phi3_fields,
     rules=lambda settings: with_others(MISTRAL.rules(settings), *_PHI3_FUSED),
-    # Dropout, and the context before its extension to 128k: without rope_scaling it has no effect.
-    unused=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
+    # Dropout, and fields of Phi-4-mini that Transformers' model ignores.
+    unused=("embd_pdrop", "resid_pdrop", "interpolate_factor", "full_attn_mod"),
     absent={},
 )
 FAMILIES = (
@@ -267,4 +299,6 @@ FAMILIES = (
     STABLELM,
     NEMOTRON,
     STARCODER2,
+    INTERNLM3,
+    IQUESTCODER,
 )

@@ -23,6 +23,7 @@ from megatron.hugging_face.weight_map import (
     experts,
     identity,
     query_key_value,
+    renamed,
     vocabulary,
 )
 
@@ -361,13 +362,7 @@ def _bamba_fields(settings: ModelDescription) -> dict[str, Any]:
 def _bamba_rules(settings: ModelDescription) -> list[WeightRule]:
     renames = {"post_attention_layernorm": "pre_ff_layernorm", ".mlp.": ".feed_forward.",
                "model.norm.": "model.final_layernorm."}  # fmt: skip
-    found: list[WeightRule] = []
-    for rule in LLAMA.rules(settings):
-        names = rule.hf_names
-        for one, other in renames.items():
-            names = tuple(name.replace(one, other) for name in names)
-        found.append(replace(rule, hf_names=names))
-    return layer_rules(found, settings)
+    return layer_rules(renamed(LLAMA.rules(settings), renames), settings)
 
 
 MAMBA2 = Family(

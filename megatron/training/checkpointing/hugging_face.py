@@ -23,9 +23,8 @@ from megatron.hugging_face import (
     write_adapters,
     write_model,
 )
+from megatron.hugging_face.writing import PRECISIONS
 from megatron.training.checkpointing.run_state import CheckpointContext
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_collectively(directory: Path, peers: ControlGroup) -> ModelContents:

@@ -13,11 +13,6 @@ Some tensors are read from another key than their own:
   separate head copies this tensor and its optimizer state to the head, so that the first steps
   change the head about as much as they would change the shared tensor. With zero moments the first
   steps would be much larger.
-
-`read_from_dense` initializes a mixture of experts from a dense model (A. Komatsuzaki et al.,
-"Sparse Upcycling", arXiv 2212.05055): every expert is a copy of the dense MLP, the router has its
-own initial values, and all other weights are the dense model's. If the weights of the chosen
-experts add up to 1, the first outputs equal the dense model's.
 """
 
 from __future__ import annotations
@@ -32,11 +27,10 @@ import torch
 
 from megatron.core.dist_checkpointing.collective import print_once
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.interop.contents import InteropContents, slice_of_stack
+from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
@@ -47,7 +41,14 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.tree import leaves, map_leaves
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
+from megatron.core.utils import unwrap_model
+from megatron.training.checkpointing.other_layers import (
+    EXPERT_WEIGHTS,
+    read_from_dense,
+    read_from_halves,
+)
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     apply_model,
@@ -98,7 +99,7 @@ class Restorer:
             is_finetuning: load weights only, and begin at iteration 0.
         """
         settings = self.settings
-        has_experts = any(EXPERTS in key for key in contents.manifest.tensors)
+        has_experts = any(EXPERT_WEIGHTS in key for key in contents.manifest.tensors)
         is_upcycling = settings.moe_use_upcycling and not has_experts
         is_finetuning = is_finetuning or is_upcycling
         with_optimizer = not (is_finetuning or settings.no_load_optim)
@@ -114,8 +115,13 @@ class Restorer:
             template = read_from_dense(template, contents.manifest)
             print_once(self.peers, "  every expert is a copy of the dense MLP of its layer")
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
+        of_layers = None
+        config = getattr(unwrap_model(self.context.model[0]), "config", None)
+        if isinstance(config, TransformerConfig) and self.context.weights != "adapters":
+            template, of_layers = read_from_halves(template, contents, config, strict)
         vocabulary = self.context.args.get("unpadded_vocab_size")
         for note in (
+            of_layers,
             compare_heads(template, contents, strict, peers=self.peers),
             compare_vocabularies(vocabulary, contents, strict),
         ):
@@ -319,46 +325,3 @@ def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
         return leaf
 
     return map_leaves(own, state)
-
-
-EXPERTS = "experts.experts."
-NEW_PARTS = (".mlp.router.", ".mlp.shared_experts.")
-NORM, FUSED_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
-
-
-def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedStateDict:
-    """Return declarations that fill a model with experts from a dense checkpoint.
-
-    Every expert reads the whole MLP of its layer. Parts that a dense model lacks (routers, shared
-    experts) keep their values.
-    """
-
-    def other(leaf: Any) -> Any:
-        if any(part in getattr(leaf, "key", "") for part in NEW_PARTS):
-            return LocalNonpersistentObject(leaf.data)
-        if isinstance(leaf, ShardedTensorFactory):
-            build = leaf.build_fn
-            return replace(leaf, build_fn=lambda *args: map_leaves(other, build(*args)))
-        if isinstance(leaf, ShardedTensor) and leaf.key not in manifest.tensors:
-            return _in_dense(leaf, manifest)
-        return leaf
-
-    return map_leaves(other, state)
-
-
-def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
-    found = wanted
-    if EXPERTS in found.key:
-        axis = found.prepend_axis_num - 1  # the axis of experts is the last prepended axis
-        found = replace(
-            found,
-            key=found.key.replace(EXPERTS, ""),
-            global_shape=found.global_shape[:axis] + found.global_shape[axis + 1 :],
-            global_offset=found.global_offset[:axis] + found.global_offset[axis + 1 :],
-            axis_fragmentations=None,
-            prepend_axis_num=axis,
-        )
-    if found.key not in manifest.tensors:
-        found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
-    found = slice_of_stack(found, manifest)
-    return found if found.key in manifest.tensors else wanted

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.nn.functional as F
 
-from megatron.core.activations import fast_gelu
+from megatron.core.activations import fast_gelu, quick_gelu
 from megatron.core.models.gpt.presets import preset
+from megatron.core.settings.flags import arg_name
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-_RENAMED = {"layernorm_epsilon": "norm_epsilon"}
-_SAME = (
-    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size",
-    "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "hidden_dropout",
-    "attention_dropout", "window_size",
-)  # fmt: skip
+_ACTIVATIONS = {
+    (fast_gelu, False): "openai_gelu", (F.silu, True): "swiglu", (quick_gelu, True): "quick_geglu",
+}  # fmt: skip
+"""Activation, and whether it is a gate -> the flag."""
 
 
 def preset_values(name: str) -> dict[str, Any]:
@@ -25,17 +26,13 @@ def preset_values(name: str) -> dict[str, Any]:
     """
     found = preset(name)
     config, model = dict(found.config), dict(found.model)
-    values: dict[str, Any] = {n: config.pop(n) for n in _SAME if n in config}
-    values |= {flag: config.pop(n) for n, flag in _RENAMED.items() if n in config}
     groups = config.pop("num_query_groups", None)
+    activation = config.pop("activation_func"), config.pop("gated_linear_unit", False)
+    name_of = {field.name: arg_name(field) for field in dataclasses.fields(TransformerConfig)}
+    values: dict[str, Any] = {name_of[n]: value for n, value in config.items()}
+    values[_ACTIVATIONS[activation]] = True
     if groups is not None and groups != found.config["num_attention_heads"]:
         values |= {"group_query_attention": True, "num_query_groups": groups}
-    activation, is_gated = (
-        config.pop("activation_func", F.gelu),
-        config.pop("gated_linear_unit", False),
-    )
-    values |= {"swiglu": is_gated, "openai_gelu": activation is fast_gelu}
-
     values["position_embedding_type"] = model.pop("position_embedding_type")
     values["max_position_embeddings"] = model.pop("max_sequence_length")
     tied = model.pop("share_embeddings_and_output_weights")
@@ -47,6 +44,6 @@ def preset_values(name: str) -> dict[str, Any]:
             "use_rope_scaling": True,
             "rope_scaling_factor": model.pop("rope_scaling_factor"),
         }
-    assert not config and not model, f"preset {name} has fields without a flag: {config} {model}"
+    assert not model, f"preset {name} has arguments without a flag: {model}"
     values["vocab_size"] = found.vocab_size
     return values

@@ -51,9 +51,12 @@ class CheckpointSettings:
     """When loading a checkpoint of a dense model, initialize every expert with the dense MLP."""
     save_hf: str | None = None
     """Write the weights as a Hugging Face model into this directory when training ends."""
-    save_hf_dtype: str | None = flag(None, choices=("fp32", "bf16", "fp16"), part_of="save_hf")
-    """Precision of the weights that --save-hf writes. Default: the precision in the checkpoint, or
-    with adapters the precision of the base model, which may round away small updates."""
+    save_hf_dtype: str | None = flag(
+        None, choices=("fp32", "bf16", "fp16", "fp8-block"), part_of="save_hf"
+    )
+    """Precision of the weights that --save-hf writes; fp8-block: FP8 in blocks of 128 x 128, as
+    DeepSeek-V3 is published. Default: the precision in the checkpoint, or with adapters the
+    precision of the base model, which may round away small updates."""
     no_load_optim: bool = False
     """Do not load optimizer state."""
     no_load_rng: bool = False

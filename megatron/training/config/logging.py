@@ -20,6 +20,9 @@ class LoggingSettings:
     """Report TFLOP/s per device and the share of the device's peak."""
     log_params_norm: bool = False
     """Report the norm of the weights."""
+    log_digest_interval: int | None = None
+    """Print a digest of all weights every this number of steps. With --layout-invariant-mode it is
+    equal in all layouts."""
     log_progress: bool = False
     """Append progress and cost of the run to progress.txt in the save directory."""
     metrics_jsonl: str | None = None

@@ -81,7 +81,7 @@ def _hybrid(draft: Draft) -> None:
         return
     formula = "--hybrid-layer-pattern"
     if not run.model.num_layers:
-        draft.set(formula, num_layers=len(pattern.layers))
+        draft.set(formula, num_layers=len(pattern.kinds))
     if any(pattern.layers_with_experts):
         draft.set(formula, moe_layer_freq=pattern.layers_with_experts)
     layout = pattern.pipeline_layout
@@ -215,12 +215,21 @@ def _model(draft: Draft) -> None:
     model = draft.run.model
     is_yarn = model.position_embedding_type == "yarn" and not latent.multi_latent_attention
     if is_yarn and model.softmax_scale is None and model.kv_channels:
-        scale = yarn_softmax_scale(model.kv_channels, latent.rotary_scaling_factor, latent.mscale)
+        scale = yarn_softmax_scale(
+            model.kv_channels,
+            latent.rotary_scaling_factor,
+            latent.mscale,
+            latent.mscale_all_dim,
+        )
+        plain = model.attention_scale(model.kv_channels)
         formula = "YaRN's temperature over sqrt(kv-channels)"
         if model.use_mup:
-            scale *= model.attention_scale(model.kv_channels) * model.kv_channels**0.5
+            scale *= plain * model.kv_channels**0.5
             formula = "YaRN's temperature times muP's scale of attention"
         draft.set(formula, softmax_scale=scale)
+        if model.rotary_base_local is not None and model.softmax_scale_local is None:
+            # Layers with a window have positions without YaRN, so their scores have no temperature.
+            draft.set("1 / sqrt(kv-channels), without YaRN", softmax_scale_local=plain)
     path = model.heterogeneous_layers_config_path
     if path and not model.heterogeneous_layers_config_encoded_json:
         draft.set(PATH_FLAG, heterogeneous_layers_config_encoded_json=read_file(path))

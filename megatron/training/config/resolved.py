@@ -263,7 +263,8 @@ def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
     derived = [Derivation("unpadded_vocab_size", size, formula)]
     tokenizer = asked
     if asked.padded_vocab_size is None:
-        tp = run.parallelism.tensor_model_parallel_size
+        # Units of `--layout-invariant-mode` have the same shape in every layout.
+        tp = max(run.parallelism.tensor_model_parallel_size, run.parallelism.tensor_units)
         multiple = run.model.make_vocab_size_divisible_by
         padded = pad_vocabulary(size, multiple=multiple, tp=tp)
         formula = f"{size} rounded up to a multiple of {multiple} * tp {tp}"

@@ -33,14 +33,17 @@ def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDataset
     """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
     data = run.data
     kind = GPTFIMDatasetConfig if data.fim_data else GPTDatasetConfig
-    fill_in_middle: dict[str, Any] = {}
+    settings = _common_settings(run, tokenizer, kind)
     if data.fim_data:
-        names = ("prefix", "middle", "suffix", "pad", "eod")
-        tokens = {name: getattr(data, f"fim_{name}_token") for name in names}
-        fill_in_middle = {"fim_extra_tokens": tokens}
+        settings["fim_extra_tokens"] = {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        }
     return kind(
-        **_common_settings(run, tokenizer, kind),
-        **fill_in_middle,
+        **settings,
         create_attention_mask=False,
         document_starts=data.reset_attention_mask,
         vocab_size=run.model.unpadded_vocab_size,

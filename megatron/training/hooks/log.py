@@ -20,7 +20,7 @@ from megatron.training.metrics.expert_load import (
 )
 from megatron.training.metrics.indexer_loss import indexer_loss
 from megatron.training.metrics.log_line import TrainingLine, training_line
-from megatron.training.metrics.params_norm import params_norm
+from megatron.training.metrics.params_norm import params_norm, weights_digest
 from megatron.training.metrics.peak_flops import peak_flops
 from megatron.training.metrics.prediction import StepPrediction, gibibytes
 from megatron.training.run.context import TrainingContext
@@ -168,6 +168,12 @@ class LogLine(Hook):
                        f" | next loss scale: {read.loss_scale:.1f} |")  # fmt: skip
         if state.iteration % self.interval == 0:
             self._report(state, result)
+        digest_interval = self.context.run.logging.log_digest_interval
+        if digest_interval and state.iteration % digest_interval == 0:
+            digest = weights_digest(self.context.model, self.context.groups)
+            if is_last_rank():
+                self.write(f" iteration {state.iteration:8d} | digest of the weights:"
+                           f" {digest:016x} |")  # fmt: skip
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:

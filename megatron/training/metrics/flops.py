@@ -14,6 +14,7 @@ length; documents of a sample that the mask separates count as one sequence.
 
 from __future__ import annotations
 
+from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.training.metrics.model_size import ModelSize
 
 
@@ -41,7 +42,7 @@ def forward_flops_per_token(size: ModelSize) -> float:
         own = size.of_layer(layer)
         products += own.token_products(kind)
         if kind.is_sparse:
-            scores += _sparse_scores(own)
+            scores += _sparse_scores(own, kind)
         elif kind.attends:
             scores += _keys(own, layer) * own.score_width
     products += depths * 2 * h**2  # a depth joins two inputs
@@ -61,12 +62,12 @@ def _keys(size: ModelSize, layer: int) -> float:
     return (whole * chunk * mean_keys(chunk, window) + of_rest) / total
 
 
-def _sparse_scores(size: ModelSize) -> float:
-    """Return the products of a query with the chosen keys, and of the indexer with all keys."""
+def _sparse_scores(size: ModelSize, kind: LayerKind) -> float:
+    """Return the products of a query with the chosen keys, and of an indexer with all keys."""
     config = size.config
     indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
-    chosen = mean_keys(size.seq_length, config.dsa_indexer_topk)
-    return chosen * size.score_width + mean_keys(size.seq_length, size.window) * indexer
+    indexed = 0.0 if kind.shares_keys else mean_keys(size.seq_length, size.window) * indexer
+    return mean_keys(size.seq_length, config.dsa_indexer_topk) * size.score_width + indexed
 
 
 def _two_stacks(size: ModelSize) -> float:

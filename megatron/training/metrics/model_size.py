@@ -156,11 +156,13 @@ class ModelSize:
         queries = h * rank + rank * queries if rank else h * queries
         keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-        return queries + keys + values + back
+        gates = self.attention_width if config.mla_gate_by_channel else heads
+        gates *= h * config.attention_output_gate
+        return queries + keys + values + gates + back
 
     def _indexer_matrices(self, kind: LayerKind) -> int:
         """Elements of the projections of an indexer to queries, a key and weights."""
-        if not kind.is_sparse:
+        if not kind.is_sparse or kind.shares_keys:
             return 0
         config = self.config
         heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
@@ -189,6 +191,28 @@ class ModelSize:
         outside = outside or self.config.hidden_size
         return (1 + self.config.gated_linear_unit) * width + outside
 
+    def _stream_parameters(self, num_weights: int, num_kinds: int) -> int:
+        """Parameters of stream weights: a matrix, a bias, and a factor for each kind of weights."""
+        config = self.config
+        width = config.num_residual_streams * config.hidden_size
+        return num_weights * (width + 1) + num_kinds
+
+    def _connections(self, kind: LayerKind) -> tuple[int, int]:
+        """Parameters and products of a token in the hyper-connections of a layer's branches."""
+        config, n = self.config, self.config.mhc_num_residual_streams
+        if not config.enable_mhc_connections:
+            return 0, 0
+        mixes = config.mhc_sinkhorn_iterations > 0
+        branches, weights = bool(kind.mixer) + bool(kind.mlp), 2 * n + mixes * n * n
+        products = weights * (n + 1) * config.hidden_size
+        return branches * self._stream_parameters(weights, 2 + mixes), branches * products
+
+    @property
+    def _contraction_parameters(self) -> int:
+        config = self.config
+        learned = config.enable_mhc_connections and config.mhc_learned_contraction
+        return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
+
     def _mixer(self, kind: LayerKind) -> MixerSizes:
         return RECURRENT_MIXERS[kind.mixer].sizes_of(self.config)
 
@@ -198,7 +222,7 @@ class ModelSize:
         Each matrix counts once; of the routed experts the `moe_router_topk` chosen ones count.
         """
         config = self.config
-        count = kind.has_cross_attention * self._attention_matrices
+        count = kind.has_cross_attention * self._attention_matrices + self._connections(kind)[1]
         if kind.attends:
             count += self._attention_matrices + self._indexer_matrices(kind)
         elif kind.is_recurrent:
@@ -225,7 +249,9 @@ class ModelSize:
         """Parameters of one layer without its routed experts."""
         config = self.config
         norms = (1 + config.sandwich_norm) * self._norm()
-        count = kind.has_final_norm * self._norm()
+        count = kind.has_final_norm * self._norm() + self._connections(kind)[0]
+        if config.share_parallel_norm and kind.mixer and kind.mlp:
+            count -= self._norm()
         square = config.hidden_size * (config.hidden_size + config.add_bias_linear)
         count += (kind.mixer, kind.mlp).count(LINEAR) * square
         count += norms * (bool(kind.mixer) + bool(kind.mlp))
@@ -233,7 +259,7 @@ class ModelSize:
             count += self._attention_parameters
         elif kind.is_recurrent:
             count += self._mixer(kind).parameters(config.hidden_size)
-        if kind.is_sparse:
+        if kind.is_sparse and not kind.shares_keys:
             norm = NORMS["LayerNorm"].sizes(config.dsa_indexer_head_dim or 0)
             count += self._indexer_matrices(kind) + sum(norm.values())
         if kind.has_cross_attention:
@@ -266,7 +292,11 @@ class ModelSize:
             return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
         if config.add_bias_linear or config.add_qkv_bias:
             count += self._qkv_width
-        return count + 2 * config.qk_layernorm * self._norm(config.kv_channels)
+        heads = (1, 1)
+        if config.qk_layernorm_across_heads:
+            heads = (config.num_attention_heads, config.num_query_groups or 1)
+        width = config.kv_channels or 0
+        return count + config.qk_layernorm * sum(self._norm(width * number) for number in heads)
 
     @property
     def total_parameters(self) -> int:
@@ -277,7 +307,9 @@ class ModelSize:
             for kind, size in self.sized_layers
         )
         # A depth of prediction joins two inputs with a matrix [2h, h] and has three norms.
-        joins = len(self.config.prediction_kinds()) * (2 * h**2 + 3 * self._norm())
+        depths = len(self.config.prediction_kinds())
+        joins = depths * (2 * h**2 + 3 * self._norm())
+        contractions = (1 + depths) * self._contraction_parameters
         rows = self.learned_positions + self.num_tokentypes
         embedding = self.head_matrix + rows * h + self.vision_parameters
         dense = h * (h + 1)
@@ -285,7 +317,7 @@ class ModelSize:
         head += self.has_word_head * (dense + self._norm() + self.vocab_size)
         head += self.has_binary_head * (dense + 2 * (h + 1))
         tables = 2 * self.position_buckets * self.config.num_attention_heads
-        return layers + joins + embedding + self._norm() + head + tables
+        return layers + joins + contractions + embedding + self._norm() + head + tables
 
     @property
     def active_parameters(self) -> int:

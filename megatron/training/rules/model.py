@@ -218,6 +218,22 @@ def layers_get_what_is_added_on_their_stage(run: ResolvedRun) -> Iterator[Megatr
 
 
 @rule
+def norms_move_in_decoders_alone(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that the layers of a BERT and a T5 have the usual order of norms."""
+    if run.encoders.architecture not in ("bert", "t5"):
+        return
+    for name in ("reordered_norm", "share_parallel_norm"):
+        if getattr(run.model, name):
+            flag = "--" + name.replace("_", "-")
+            yield problem(
+                f"{flag} in a {run.encoders.architecture}.",
+                "the layers of BERT and T5 norm the input of each branch",
+                flag,
+                fix=f"drop {flag}",
+            )
+
+
+@rule
 def distances_fill_their_buckets(run: ResolvedRun) -> Iterator[MegatronError]:
     """Check that half of a side's buckets of one distance each fit below the largest distance."""
     if run.model.position_embedding_type != "relative":

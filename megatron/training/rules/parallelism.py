@@ -12,9 +12,13 @@ from megatron.core.topology.rank_grid import nested_sizes
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
+from megatron.training.rules.model import has_sizes
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.support import is_without_owner
 from megatron.training.setup.stages import planned_layout
+
+_VECTOR = 32
+"""Elements of 16 bits in 64 bytes, the widest vector of a processor."""
 
 
 @rule
@@ -200,3 +204,46 @@ def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
                 spec.flag,
                 fix=f"use {spec.flag} {off}" if is_on_by_default else f"drop {spec.flag}",
             )
+
+
+@rule
+def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the matrices into equal units.
+
+    Kernels compute the last elements of a row by other instructions if they do not fill a vector.
+    """
+    parallel, model = run.parallelism, run.model
+    if not parallel.layout_invariant_mode or not has_sizes(run):
+        return
+    units, tp = parallel.layout_invariant_tensor_units, parallel.tensor_model_parallel_size
+    if units & (units - 1) or units % tp:
+        yield problem(
+            f"--layout-invariant-tensor-units {units} with --tensor-model-parallel-size {tp}.",
+            "a rank holds a subtree of the units, whose number is a power of two",
+            fix=f"use --layout-invariant-tensor-units {max(8, 1 << (tp - 1).bit_length())}",
+        )
+        return
+    widths = {
+        "--hidden-size": (model.hidden_size, 1),
+        "--ffn-hidden-size": (run.transformer_config.ffn_hidden_size, units),
+        "--kv-channels": (run.transformer_config.kv_channels, 1),
+    }
+    for flag, (width, pieces) in widths.items():
+        if (width or 0) % (_VECTOR * pieces):
+            yield problem(
+                f"{flag} {width} is not a multiple of {_VECTOR * pieces}.",
+                f"with --layout-invariant-mode each unit has a multiple of {_VECTOR} channels",
+                "--layout-invariant-mode",
+                "--layout-invariant-tensor-units",
+                fix=f"use a multiple of {_VECTOR * pieces}, or fewer units"
+                if pieces > 1
+                else f"use a multiple of {_VECTOR}",
+            )
+    groups = model.num_query_groups if model.group_query_attention else None
+    if groups and groups % tp:
+        yield problem(
+            f"--num-query-groups {groups} with --tensor-model-parallel-size {tp}.",
+            "with --layout-invariant-mode one rank holds the keys and values of a group",
+            "--layout-invariant-mode",
+            fix=f"use a tensor-parallel size that divides {groups}",
+        )

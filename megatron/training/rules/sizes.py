@@ -26,6 +26,7 @@ _LEAST = dict.fromkeys(
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
     "deepstack_layers", "vision_full_attention_layers", "mrope_section", "image_token_id",
     "vision_start_token_id", "vision_end_token_id",
+    "dsa_indexer_skip_topk_offset", "mhc_sinkhorn_iterations",
     "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0
 ) | {"replication_factor": 2}  # fmt: skip
 """Smallest value of a setting, 1 for all others."""
@@ -50,7 +51,8 @@ _MOST = {
         ("num_layers", "encoder_num_layers", "decoder_num_layers", "mtp_num_layers", "num_experts"),
         100_000,
     ),
-    **dict.fromkeys(("num_workers", "num_dataset_builder_threads", "muon_num_ns_steps"), 1000),
+    **dict.fromkeys(("num_workers", "num_dataset_builder_threads", "muon_num_ns_steps",
+                     "mhc_sinkhorn_iterations"), 1000),
 }  # fmt: skip
 """Largest value of a setting, `_SIZE` for all others. Larger values are typing errors."""
 

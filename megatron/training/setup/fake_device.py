@@ -10,6 +10,7 @@ padding counts as half a tile per expert, its average.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.core import parallel_state
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.block_mask import MaskSpec, Tile, tiles
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE
 from megatron.core.kernels.vocab_softmax import row_blocks
@@ -368,6 +370,9 @@ def fake_rank(
             stack.enter_context(mock.patch(function, without_values))
         # As `Module.to` handles real tensors.
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
+        if triton_kernels.missing() is None:  # a launch would read addresses; outputs are allocated
+            launcher = importlib.import_module("triton.runtime").JITFunction
+            stack.enter_context(mock.patch.object(launcher, "run"))
         mode = stack.enter_context(QuickFakeTensorMode())
         stack.enter_context(HostAnswers(routed_share).given())
         yield mode

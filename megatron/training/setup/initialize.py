@@ -144,11 +144,17 @@ def agreed_settings(read: ReadCommand, info: RankInfo, status: RunStatus) -> Res
 
 
 def watch_ranks(run: ResolvedRun, info: RankInfo, status: RunStatus, *, restarts: bool) -> None:
-    """Start to watch the launcher, the ranks of this machine, and the progress of this rank."""
+    """Start to watch the launcher, the ranks of this machine, and the progress of this rank.
+
+    Without torchrun nobody ends the ranks that wait for a lost rank. With gloo their connections
+    break; NCCL waits for its timeout, so that the watchdog has to end them.
+    """
     store = status.store
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
+    waits_for_lost = info.world_size > 1 and "gloo" not in run.parallelism.distributed_backend
+    if status.watch is not None or waits_for_lost:
         status.heartbeat = start_heartbeat(
             store,
             info,

@@ -56,7 +56,7 @@ def trace_rank(
         num_microbatches: replaces the number in the settings.
     Raises:
         TopologyError: this process is a rank of a run.
-        UntraceableStepError: for example torch's FSDP2, or the linear cross entropy.
+        UntraceableStepError: for example torch's FSDP2.
     """
     found = RankTrace(rank)
     with (
@@ -154,7 +154,7 @@ def _message_bytes(run: ResolvedRun) -> int:
     tokens = run.model.seq_length // sizes.context_parallel_size * run.schedule.micro_batch_size
     split = sizes.tensor_model_parallel_size if config.sequence_parallel else 1
     dtype = config.pipeline_dtype or config.params_dtype
-    return tokens // split * config.hidden_size * dtype.itemsize
+    return tokens // split * config.num_residual_streams * config.hidden_size * dtype.itemsize
 
 
 def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> Hashable:

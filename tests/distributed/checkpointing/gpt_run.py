@@ -19,11 +19,14 @@ from megatron.core.distributed import (
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -99,6 +102,8 @@ class Model:
     """Format of products of 8 bits."""
     recipe: str = "delayed"
     """How their operands are scaled."""
+    pattern: str | None = None
+    """The layers of a hybrid model, as letters."""
 
 
 class Run:
@@ -165,7 +170,11 @@ class Run:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             groups=groups,
-            args={"unpadded_vocab_size": VOCABULARY, "lr": 1e-2},
+            args={
+                "unpadded_vocab_size": VOCABULARY,
+                "lr": 1e-2,
+                "hybrid_layer_pattern": model.pattern,
+            },
         )
         self.checkpointer = Checkpointer(CheckpointSettings(**settings), parts)
 
@@ -245,6 +254,11 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.expt_tp,
         }
+    num_layers = NUM_LAYERS
+    if model.pattern:
+        num_layers = len(hybrid_pattern(model.pattern).kinds)
+        sizes = {"mamba_num_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8}
+        family |= {"hybrid_layer_pattern": model.pattern, "mamba_state_dim": 8, **sizes}
     dtype = {
         "fp64": {"params_dtype": torch.float64},
         "fp32": {},
@@ -252,7 +266,7 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
         "fp16": {"fp16": True, "params_dtype": torch.float16},
     }[model.dtype]
     return TransformerConfig(
-        num_layers=NUM_LAYERS,
+        num_layers=num_layers,
         hidden_size=16,
         ffn_hidden_size=24,
         num_attention_heads=4,
@@ -283,11 +297,15 @@ def _chunk(
 ) -> GPTModel:
     stage, last = groups.pp.rank(), groups.pp.size() - 1
     multiple = 8 * layout.tp if layout.tp < 4 else 32
-    return GPTModel(
+    kind: Any = GPTModel
+    spec: Any = get_gpt_decoder_block_spec(
+        config, layout.engine, vp_stage=vp_stage if layout.vp > 1 else None, pp_rank=stage
+    )
+    if model.pattern:
+        kind, spec = HybridModel, hybrid_stack_spec
+    return kind(
         config,
-        get_gpt_decoder_block_spec(
-            config, layout.engine, vp_stage=vp_stage if layout.vp > 1 else None, pp_rank=stage
-        ),
+        spec,
         vocab_size=-(-VOCABULARY // multiple) * multiple,
         max_sequence_length=SEQUENCE,
         pre_process=stage == 0 and vp_stage == 0,

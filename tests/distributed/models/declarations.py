@@ -119,7 +119,18 @@ MODELS: dict[str, Model] = {
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
     ),
-    "fused loss": Model(("ring", "heads"), {"cross_entropy_loss_fusion": True}),
+    "norms across heads": Model(
+        ("ring", "heads", "plain"),
+        {**_RMS, "num_query_groups": 4, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    ),
+    "norms across heads, fewer key heads than ranks": Model(
+        ("sequence", "plain"),
+        {**_RMS, "num_query_groups": 1, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    ),
+    "fused loss": Model(
+        ("ring", "heads"),
+        {"cross_entropy_loss_fusion": True, "normalization": "LayerNormWithoutBias"},
+    ),
     "engine": Model(("ring", "plain"), {"qk_layernorm": True, **_RMS}, engine=True),
     "experts": Model(
         ("ring", "gathered", "sequence"),
@@ -135,12 +146,24 @@ MODELS: dict[str, Model] = {
         {**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0,
          "moe_router_topk": 1, "moe_expert_capacity_factor": 1.0},
     ),
-    "latents": Model(_ALL, {**_GATED, **_LATENT}),
+    "latents": Model(_ALL, {**_GATED, **_LATENT, "attention_output_gate": True}),
     "sparse attention": Model(
         ("ring", "gathered", "sequence", "plain"),
         {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
          "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0},
         is_packed=True,
+    ),
+    "shared keys": Model(
+        ("ring", "gathered", "sequence"),
+        {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
+         "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
+        is_packed=True,
+    ),
+    "hyper-connections": Model(
+        ("ring", "sequence", "plain", "stages"),
+        {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,
+         "mtp_num_layers": 1},
     ),
     "mixers": Model(
         _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",

@@ -31,13 +31,15 @@ from tests.parity.encoder_case import write_vocabulary
 pytestmark = pytest.mark.distributed
 
 _ENGINE = "needs Transformer Engine: `tests/gpu_without_gpu` has a stand-in for it"
+_ARGUMENTS = "is a GPTModel that converts its arguments"
 _WRAPPER = "wraps a whole model and has no parameters of its own"
 MODULES_ELSEWHERE = {
     "distributed.distributed_data_parallel.DistributedDataParallel": _WRAPPER,
     "distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel": _WRAPPER,
     "transformer.module.Float16Module": _WRAPPER,
     "fusions.fused_softmax.FusedScaleMaskSoftmax": "has no parameters and no collectives",
-    "models.mamba.MambaModel": "is a GPTModel that converts its arguments",
+    "models.hybrid.hybrid_model.HybridModel": _ARGUMENTS,
+    "models.hybrid.hybrid_model.MambaModel": _ARGUMENTS,
     "extensions.transformer_engine.TEColumnParallelLinear": _ENGINE,
     "extensions.transformer_engine.TEDotProductAttention": _ENGINE,
     "extensions.transformer_engine.TEGroupedLinear": _ENGINE,

@@ -51,6 +51,10 @@ FAMILIES = {
         "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
     },
+    "hyper-connections": {
+        "normalization": "RMSNorm", "enable_mhc_connections": True, "mhc_num_residual_streams": 3,
+        "mhc_init_gating_factor": 0.5, "mhc_learned_contraction": True,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -104,6 +108,15 @@ CASES = [
     ("sparse attention", False, 2, {"dsa_indexer_use_sparse_loss": True}),
     ("sparse attention", True, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",
+    }),
+    ("hyper-connections", False, 2, {"mhc_sinkhorn_iterations": 0}),
+    ("hyper-connections", True, 4, {
+        "sequence_parallel": True, "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm"],
+    }),
+    ("sparse attention", False, 2, {
+        "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1, "sequence_parallel": True,
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }),
     ("mamba", True, 4, {"sequence_parallel": True}),
     ("kimi delta attention", False, 4, {

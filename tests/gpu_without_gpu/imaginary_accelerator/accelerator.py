@@ -8,8 +8,9 @@ counted (`waits`).
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron.core.foundation import device
-from megatron.core.kernels import weight_gradient
+from megatron.core.kernels import triton_kernels, weight_gradient
 from megatron.core.kernels.registry import KernelTable
 from megatron.core.optimizer.definitions import adam
+from megatron.core.tensor_parallel import parallel_parameters
 
 NAME = "imaginary"
 
@@ -48,6 +50,7 @@ def as_a_gpu_computes() -> Iterator[None]:
     """Inside, kernels are those that a CUDA GPU would choose, and streams need no wait."""
     of_device = KernelTable.of_device
     with (
+        _weights_begin_on_device(),
         mock.patch.object(
             KernelTable,
             "of_device",
@@ -55,9 +58,28 @@ def as_a_gpu_computes() -> Iterator[None]:
         ),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(weight_gradient, "_missing", return_value=None),
+        # Where Triton is installed, the host code of its kernels runs; `fake_rank` starts none.
+        mock.patch.object(triton_kernels, "COMPILED_FOR", (*triton_kernels.COMPILED_FOR, NAME)),
         mock.patch.object(device, "synchronize"),  # of the schedule's recorder
         mock.patch.object(adam, "has_fused_kernel", return_value=True),
     ):
+        yield
+
+
+@contextmanager
+def _weights_begin_on_device() -> Iterator[None]:
+    """Inside, weights begin on the device even with --use-cpu-initialization.
+
+    A module of fake tensors cannot be moved; all other tensors are where the program puts them.
+    """
+    name = parallel_parameters.device_of_parameters.__name__
+    users = [module for path, module in list(sys.modules.items())
+             if path.startswith("megatron.core.") and hasattr(module, name)]  # fmt: skip
+    with ExitStack() as patches:
+        for module in users:
+            patches.enter_context(
+                mock.patch.object(module, name, return_value=device.current_device())
+            )
         yield
 
 

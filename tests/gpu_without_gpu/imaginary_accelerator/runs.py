@@ -1,7 +1,8 @@
 """Published models, and layouts that they are trained in, on 8 to 16,384 ranks.
 
-All `presets` from 6.7B parameters on, and all of examples/mixture_of_experts. Each has a layout of
-few ranks and one of 16,384; there models of long sequences have them, in 16 parts.
+All `presets` from 6.7B parameters on; those with experts in the layout of their file in
+examples/mixture_of_experts. Each has a layout of few ranks and one of 16,384; there models of long
+sequences have them, in 16 parts.
 """
 
 from dataclasses import dataclass
@@ -163,5 +164,8 @@ RUNS = [
     *_sparse("gpt_oss_20b", "EP 8", 2, 32, 1024, MOST),
     *_sparse("qwen3_30b_a3b", "PP 2, EP 8", 2, 64, 1024, MOST),
     *_sparse("deepseek_v2_lite", "EP 8", 2, 32, 1024, MOST, is_full=False),
+    *_sparse("qwen3_235b_a22b", "PP 8, EP 32", 8, 1024, MOST),
+    *_sparse("gpt_oss_120b", "EP 64", 1, 1024, MOST),
     *_sparse("deepseek_v3", "PP 16, EP 64", 16, 1024, MOST),
+    *_sparse("kimi_k2", "PP 16, EP 64", 16, 1024, MOST),
 ]  # fmt: skip

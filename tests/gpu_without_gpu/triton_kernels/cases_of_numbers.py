@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.kernels.triton_kernels import adam, quantization
+from megatron.core.kernels.triton_kernels import adam, quantization, squares
 from tests.gpu_without_gpu.triton_kernels.kernel_case import KernelCase, arguments
 
 
@@ -23,6 +23,15 @@ def _adam_cases() -> dict[str, KernelCase]:
                      "DECOUPLES": True, "MAIN_SHIFT": 6, "num_warps": adam.NUM_WARPS}  # fmt: skip
         moved = "9 of 9" if has_main else "7 of 7"
         cases[f"Adam, {name}"] = KernelCase(adam.adam_kernel, types, constants, moved)
+    numbers = "lr beta2 share1 share2 eps decay log_beta1 log_beta2"
+    for name, has_weight in (("fp32 in one pass", False), ("fp32 in one pass, bf16 weights", True)):
+        floats = "grad_ptr main_ptr first_ptr second_ptr step_ptr scale_ptr refused_ptr"
+        half, floats = ("weight_ptr", floats) if has_weight else ("", f"{floats} weight_ptr")
+        types = arguments(half, floats, "numel", numbers)
+        constants = {"HAS_WEIGHT": has_weight, "HAS_SCALE": True, "DECOUPLES": True,
+                     "ELEMENTS": adam.ELEMENTS, "num_warps": adam.FP32_WARPS}  # fmt: skip
+        moved = "8 of 8" if has_weight else "7 of 7"
+        cases[f"Adam, {name}"] = KernelCase(adam.fp32_kernel, types, constants, moved)
     return cases
 
 
@@ -41,5 +50,16 @@ def _quantization_cases() -> dict[str, KernelCase]:
     }  # fmt: skip
 
 
-NUMBER_CASES = _adam_cases() | _quantization_cases()
+def _square_cases() -> dict[str, KernelCase]:
+    types = {"begins_ptr": "*i64", "out_ptr": "*fp64"}
+    constants = {"BLOCKS": 64, "num_warps": squares.NUM_WARPS}
+    return {
+        f"squares of the gradient, {name}": KernelCase(
+            squares.squares_kernel, types | {"x_ptr": pointer}, constants, "1 of 1"
+        )
+        for name, pointer in (("fp32", "*fp32"), ("bf16", "*bf16"))
+    }
+
+
+NUMBER_CASES = _adam_cases() | _quantization_cases() | _square_cases()
 """Name -> kernel."""

@@ -287,7 +287,10 @@ def _prime_factors(n: int) -> Sequence[int]:
 
 
 def _fits(s: Settings) -> bool:
-    """Return whether the sizes of the model divide by those of the grid."""
+    """Return whether the sizes of the model divide by those of the grid, and its layers by stages
+    that begin with an indexer."""
+    if size(s, PP) > 1 and "dsa-indexer-topk-freq" in s:
+        return False
     tp, pp, cp, heads = size(s, TP), size(s, PP), size(s, CP), number(s, "num-attention-heads")
     groups = number(s, "num-query-groups") if "group-query-attention" in s else heads
     widths = [_mlp_width(s), number(s, "moe-shared-expert-intermediate-size", tp)]
@@ -389,7 +392,8 @@ def _layout(s: Settings, stages: int, rng: random.Random) -> str:
     letters = "E" + "t" * number(s, "num-layers")
     cuts = sorted(rng.randint(1, len(letters)) for _ in range(stages - 1))
     predictions = "m" * number(s, "mtp-num-layers", 0)
-    is_early = predictions and stages > 1 and rng.random() < 0.6
+    may_be_early = predictions and "enable-mhc-connections" not in s
+    is_early = may_be_early and stages > 1 and rng.random() < 0.6
     if is_early:
         cuts[-1] = len(letters)  # the loss has a stage without layers
     parts = [letters[a:b] for a, b in zip([0, *cuts], [*cuts, len(letters)], strict=True)]

@@ -2,6 +2,7 @@
 
 import json
 
+from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")
@@ -72,7 +73,13 @@ LAYERS = (
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
     Option("", {None: 7, "apply-residual-connection-post-layernorm": 1,
-                "use-parallel-residual": 1}),
+                "use-parallel-residual": 1, "enable-mhc-connections": 2}),
+    Option("mhc-num-residual-streams", {None: 1, 2: 2, 3: 1}, given("enable-mhc-connections")),
+    Option("mhc-sinkhorn-iterations", {None: 1, 0: 1, 3: 1}, given("enable-mhc-connections")),
+    Option("mhc-init-gating-factor", {None: 1, 1.0: 2}, given("enable-mhc-connections")),
+    Option("mhc-epsilon", {None: 2, 1e-3: 1}, given("enable-mhc-connections")),
+    Option("mhc-post-magnitude", {None: 2, 1.5: 1}, given("enable-mhc-connections")),
+    switch("mhc-learned-contraction", 0.5, given("enable-mhc-connections")),
     switch("sandwich-norm", 0.1),
     Option("embedding-multiplier", {None: 7, 2.5: 1}),
     Option("residual-multiplier", {None: 7, 0.3: 1}),
@@ -82,9 +89,11 @@ LAYERS = (
     switch("untie-embeddings-and-output-weights", 0.5),
     switch("qk-layernorm", 0.2),
     switch("qk-l2-norm", 0.08, without("qk-layernorm", "multi-latent-attention")),
-    Option("query-scale-beta", {None: 2, 0.5: 1}, given("no-rope-freq")),
+    Option("query-scale-beta", {None: 7, 0.5: 1}),
     Option("query-scale-interval", {3: 1}, given("query-scale-beta")),
-    switch("attention-output-gate", 0.2, without("multi-latent-attention")),
+    switch("query-scale-without-rope", 0.5,
+           lambda s: "query-scale-beta" in s and "no-rope-freq" in s),
+    switch("attention-output-gate", 0.2),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
     Option("v-channels", {None: 10, 6: 1, 16: 1},
            without("multi-latent-attention", "attention-output-gate")),
@@ -118,6 +127,8 @@ LAYERS = (
 EXPERTS = (
     Option("num-experts", {None: 6, 4: 3, 8: 1}),
     Option("moe-ffn-hidden-size", {24: 3, 16: 1, None: 1}, given("num-experts")),
+    Option("moe-activation-func-clamp-value", {None: 5, 0.6: 1},
+           lambda s: "num-experts" in s and given(*GATED)(s)),
     Option("moe-latent-size", {None: 4, 12: 1}, given("num-experts")),
     Option("moe-layer-freq", {None: 4, 2: 1}, given("num-experts")),
     Option("moe-router-load-balancing-type",
@@ -170,6 +181,11 @@ def _is_sparse(s: Settings) -> bool:
     return s.get(_VARIANT) == "dsa"
 
 
+def _may_share_keys(s: Settings) -> bool:
+    """Stages begin with a layer that has an indexer only if a layout is made for it."""
+    return _is_sparse(s) and "linear-attention-freq" not in s
+
+
 def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
 
@@ -188,7 +204,7 @@ def _letters(letters: str) -> Option:
         "hybrid-layer-pattern",
         {None: 5, letters: 1},
         lambda s: (
-            s["num-layers"] == len(letters)
+            s["num-layers"] == len(hybrid_pattern(letters).kinds)
             and ("num-experts" in s) == ("E" in letters)
             and not {_VARIANT, "use-parallel-residual", "moe-layer-freq", "no-rope-freq"} & set(s)
         ),
@@ -201,6 +217,8 @@ MIXERS = (
     Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _is_sparse),
     Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _is_sparse),
     Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _is_sparse),
+    Option("dsa-indexer-topk-freq", {None: 2, 2: 1, 3: 1}, _may_share_keys),
+    Option("dsa-indexer-skip-topk-offset", {1: 2, 2: 1}, given("dsa-indexer-topk-freq")),
     Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _is_sparse),
     switch("dsa-indexer-use-sparse-loss", 0.5, _is_sparse),
     Option("dsa-indexer-k-norm-epsilon", {None: 3, 1e-6: 1}, _is_sparse),
@@ -211,7 +229,7 @@ MIXERS = (
     Option("linear-attention-freq", {2: 3, 3: 1, None: 1},
            lambda s: _VARIANT in s and not _is_sparse(s)),
     *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
-                    "K-", "K*", "K-*E", "KGM-")),
+                    "K-", "K*", "K-*E", "KGM-", "[*-]M-", "*E[ME]", "[*-][M-]")),
     # Odd ones, and of several chunks.
     Option("seq-length", {None: 3, 15: 1, 20: 1, 72: 1, 140: 1},
            lambda s: _VARIANT in s or "hybrid-layer-pattern" in s),

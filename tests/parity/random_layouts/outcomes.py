@@ -191,7 +191,12 @@ def _slack(case: Case, figure: Figure) -> float:
     # Nothing learns from the last position of a conversation: its rows in the tables of words and
     # positions have gradients of 1e-18 at most.
     ends = 2 * hidden * number(s, "global-batch-size") if "sft" in s else 0
-    return float(number(s, "num-layers") * number(s, "num-attention-heads") * width + ends)
+    # The first branch, also of a depth of multi-token prediction, mixes streams that are equal.
+    streams = number(s, "mhc-num-residual-streams", 4) if "enable-mhc-connections" in s else 0
+    mixed = streams**2 * (streams * hidden + 1) + 1 if streams else 0
+    mixed *= 1 + number(s, "mtp-num-layers", 0)
+    heads = number(s, "num-layers") * number(s, "num-attention-heads")
+    return float(heads * width + ends + mixed)
 
 
 def _different_weights(case: Case, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:

@@ -27,8 +27,11 @@ def _moves_by_signs(s: Settings) -> bool:
 
 def _has_empty_gradients(s: Settings) -> bool:
     """Return whether a gradient is zero but for rounding: of what is added to all keys alike, or of
-    the decay of a state that nothing is left of after one token."""
-    if {"experimental-attention-variant", "hybrid-layer-pattern"} & set(s):
+    the decay of a state that nothing is left of after one token, or of the mixing of equal
+    streams."""
+    if {"experimental-attention-variant", "hybrid-layer-pattern", "enable-mhc-connections"} & set(
+        s
+    ):
         return True
     is_of_norm = "qk-layernorm" in s and s.get("normalization") != "RMSNorm"
     return "disable-bias-linear" not in s or "add-qkv-bias" in s or is_of_norm

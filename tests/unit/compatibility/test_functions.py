@@ -479,3 +479,15 @@ def test_a_config_without_a_kernel_or_a_graph_is_one_that_leaves_the_choice_and_
     assert "training" not in FullCudaGraphWrapper.cuda_graph
     with pytest.raises(ConfigError, match="no CUDA graph is captured"):
         FullCudaGraphWrapper(min)
+
+
+def test_ranks_and_rows_are_those_that_the_launcher_and_the_flags_say(monkeypatch):
+    from megatron.core._rank_utils import safe_get_rank, safe_get_world_size
+    from megatron.core.typed_torch import apply_module
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert (safe_get_rank(), safe_get_world_size()) == (3, 8)
+    assert calculate_padded_vocab_size(50257, 128, 2) == 50432
+    assert apply_module(len) is len

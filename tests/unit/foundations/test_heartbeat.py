@@ -73,7 +73,8 @@ WAITING = {"waits": True, "quiet": 9.0}
         ),
         ((rank(0, REDUCE), rank(1, GATHER)), ("COLLECTIVE_MISMATCH", (0, 1))),
         ((rank(0, REDUCE, letter="X"), rank(1, GATHER)), ("COLLECTIVE_MISMATCH", (0, 1))),
-        ((rank(0, letter="X"), rank(1, quiet=9.0, beatless_s=9.0)), None),
+        ((rank(0, letter="X"), rank(1, quiet=9.0, beatless_s=9.0)), ("PEER_LOST", (0,))),
+        ((rank(0, letter="X"), rank(1, quiet=9.0), rank(2, quiet=5.0)), None),
         ((rank(0, REDUCE), rank(1, (TP, "all_reduce", 9))), ("COLLECTIVE_MISMATCH", (0, 1))),
         ((rank(0, (TP, "all_to_all", 8)), rank(1, (TP, "all_to_all", 9))), None),
         (

@@ -64,21 +64,52 @@ def test_without_a_file_nothing_has_run(tmp_path):
 def test_checks_and_paths_that_passed_have_run_on_that_card_at_that_commit(tmp_path):
     (path,) = joined(tmp_path, stage("A"), stage("B"))
     assert path.name == "2026-12-01-nvidia-h100-80gb-hbm3-0123456789.json"
-    for text in texts(tmp_path).values():
+    found = texts(tmp_path)
+    counts = "2 of 5 checks, 1 of 2 paths, 0 of 0 layouts passed"
+    assert f"**{CARD}**, 2026-12-01: {counts}" in found["README.md"]
+    for text in found.values():
         assert evidence.NOTHING not in text
-        assert f"**{CARD}**, commit `0123456789`, 2026-12-01 (torch 2.11.0+cu130)" in text
-        assert "- passed: A machine; B ours\n" in text
-        assert "- paths that ran: experts (bf16)\n" in text
         assert "| ours | 1,758 | 37289 |  | 54.4 | 51.8 to 60.7 |  |  |" in text
+        assert "99.0" not in text
+    text = found["docs/gpu.md"]
+    begin = f"**{CARD}**, 2026-12-01 (torch 2.11.0+cu130); newest results of `0123456789`:"
+    assert begin in text
+    assert "- passed: A machine; B ours\n" in text
+    assert "- paths that ran: experts (bf16)\n" in text
 
 
 def test_what_failed_is_not_called_run(tmp_path):
     joined(tmp_path, stage("A"), stage("B"))
-    for text in texts(tmp_path).values():
-        assert "- failed: A tests (time out); A paths (1); B megatron-core (1)\n" in text
-        assert "- did not run: A numerics\n" in text
-        assert "- paths that failed: graphs (fp32)\n" in text
-        assert "99" not in text
+    text = texts(tmp_path)["docs/gpu.md"]
+    assert "- failed: A tests (time out); A paths (1); B megatron-core (1)\n" in text
+    assert "- did not run: A numerics\n" in text
+    assert "- paths that failed: graphs (fp32)\n" in text
+    assert "99" not in text
+
+
+def test_a_page_has_the_newest_row_of_each_case(tmp_path):
+    later = {"began": "2026-12-01T11:00:00+00:00", "commit": "f" * 16}
+    mended = [{"case": "graphs", "dtype": "fp32", "ok": True}]
+    checks = [
+        {"check": "paths", "status": 0, "seconds": 9.0, "errors": [], "rows": mended},
+        {"check": "machine", "status": "no time", "seconds": 0.0, "errors": [], "rows": []},
+    ]
+    joined(tmp_path, stage("A"), stage("A", checks=checks, **later))
+    text = texts(tmp_path)["docs/gpu.md"]
+    assert "newest results of `0123456789`, `ffffffffff`:" in text
+    assert "- passed: A machine; A paths\n" in text
+    assert "- paths that ran: experts (bf16); graphs (fp32)" in text
+    assert "paths that failed" not in text
+
+
+def test_estimates_of_memory_are_in_the_rows_of_their_variants_and_of_our_step():
+    rows = [{"variant": "base", "ms": 1.0}, {"variant": "fp8", "ms": 2.0},
+            {"estimate of": "base", "dry run GiB": 57.5}]  # fmt: skip
+    found = evidence.with_estimates(rows)
+    assert found == [{**rows[0], "dry run GiB": 57.5}, rows[1]]
+    result = {"stages": {"C": [{"check": "variants", "status": 0, "rows": found}]}}
+    assert evidence.estimate_of_step(result, {"step": "ours"}) == {"dry run GiB": 57.5}
+    assert evidence.estimate_of_step(result, {"step": "plain"}) == {}
 
 
 @pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])

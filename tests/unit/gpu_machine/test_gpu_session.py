@@ -19,27 +19,28 @@ ROOT = Path(__file__).resolve().parents[3]
 GOOD = Check("good", """echo 'ROW: {"value": 1}'""", 20)
 
 
-def start(checks, out, *words, seconds=60):
-    """Start the runner with other checks in its stage A."""
+def start(checks, out, *words, seconds=60, stage="A"):
+    """Start the runner with other checks in its stage A, or B, whose checks have turns."""
     program = (
         "import sys; from tools import gpu_session as s; from tools.gpu_session import Check;"
-        f"s.STAGES['A'] = {checks!r}; sys.exit(s.main(sys.argv[1:]))"
+        f"s.STAGES['{stage}'] = {checks!r}; sys.exit(s.main(sys.argv[1:]))"
     )
-    flags = ["A", "--seconds", str(seconds), "--out", str(out), "--rehearse", *words]
+    flags = [stage, "--seconds", str(seconds), "--out", str(out), "--rehearse", *words]
     return subprocess.Popen(
         [sys.executable, "-c", program, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
 
 
-def run(checks, out, *words, seconds=60):
+def run(checks, out, *words, seconds=60, stage="A"):
     """Run it; return its exit status, its table, and the results by check."""
-    runner = start(checks, out, *words, seconds=seconds)
+    runner = start(checks, out, *words, seconds=seconds, stage=stage)
     text = runner.communicate(timeout=120)[0]
-    return runner.returncode, text, results(out)
+    return runner.returncode, text, results(out, stage)
 
 
-def results(out):
-    return {each["check"]: each for each in json.loads((out / "A.json").read_text())["checks"]}
+def results(out, stage="A"):
+    found = json.loads((out / f"{stage}.json").read_text())["checks"]
+    return {each["check"]: each for each in found}
 
 
 def is_alive(pid):
@@ -79,6 +80,42 @@ def test_a_hang_costs_its_limit_and_its_children_are_ended(how, tmp_path):
     status, _, found = run([Check("hang", command, 0.2), GOOD], tmp_path)
     assert time.monotonic() - begin < 60
     assert (status, found["hang"]["status"], found["good"]["status"]) == (1, "time out", 0)
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+WAIT = "until [ -e $LATTICE_GPU_CHECK_TURN ]; do sleep 0.05; done"
+
+
+def test_a_check_finds_the_time_of_its_end_in_a_file(tmp_path):
+    begin = time.monotonic()
+    command = f'{WAIT}; echo "ROW: $(cat $LATTICE_GPU_CHECK_TURN)"'
+    _, _, found = run([Check("end", command, 20)], tmp_path)
+    assert begin + 20 < found["end"]["rows"][0] <= time.monotonic() + 20 * 5
+
+
+def test_a_check_starts_while_the_one_before_runs_and_its_limit_begins_with_its_turn(tmp_path):
+    checks = [
+        Check("first", f"until [ -e {tmp_path}/started ]; do sleep 0.05; done; sleep 2", 30),
+        Check("second", f"touch {tmp_path}/started; {WAIT}; echo ROW: 1", 0.35),
+        Check("third", f"{WAIT}; sleep 1000", 0.2),
+        GOOD,
+    ]
+    status, text, found = run(checks, tmp_path, stage="B")
+    assert status == 1
+    assert [each["status"] for each in found.values()] == [0, 0, "time out", 0], text
+    assert found["second"]["seconds"] < 1.75 < found["first"]["seconds"]
+
+
+def test_a_check_that_waits_for_its_turn_is_ended_with_the_runner(tmp_path):
+    checks = [
+        Check("long", f"until [ -e {tmp_path}/child ]; do sleep 0.05; done; sleep 1000", 500),
+        Check("next", f"echo $$ > {tmp_path}/child; {WAIT}", 500),
+    ]
+    runner = start(checks, tmp_path, seconds=600, stage="B")
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.05)
+    runner.send_signal(signal.SIGTERM)
+    runner.communicate(timeout=30)
     assert not is_alive(int((tmp_path / "child").read_text()))
 
 

@@ -140,7 +140,7 @@ def _runs(pid):
 
 def test_ranks_are_processes_of_their_own_where_forks_cannot_compute(monkeypatch, tmp_path):
     monkeypatch.setattr(forks, "forks_can_compute", lambda: False)
-    (claim,) = [each for each in paths.claims(on_cpu=True) if each.case.name == "recomputation"]
+    (claim,) = paths.claims(["recomputation"], on_cpu=True)
     outcomes = []
     run_cases([claim.case], tmp_path / "logs", ranks_at_once=1, limit_s=120, whole_limit_s=120,
               on_end=outcomes.append)  # fmt: skip

@@ -1,7 +1,7 @@
 """Compare the gradients of a model of Transformers with those of the same model here."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,13 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
     for rule in model.family.rules(model.settings):
         for mine, others in rule.names(model.settings):
-            if any(_of_module(full_name(name, prefix)) in buffers for name in others):
-                continue
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            known = [p for n in others if (p := names.get(full_name(n, prefix))) is not None]
+            in_modules = [_of_module(full_name(name, prefix), names) for name in others]
+            if any(name in buffers for name in in_modules):
+                continue
+            known = [names[name] for name in in_modules if name in names]
             has_none = rule.num_experts is None and ours.get(mine) is None
             if known and (has_none or any(p.grad is None for p in known)):
                 assert all(map(_is_zero, [ours.get(mine), *(p.grad for p in known)])), mine
@@ -104,23 +105,55 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
         return both.chunk(2)[_HALF[part]]
     of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
     if of_convolution is not None:
-        joined = names[f"{of_convolution[1]}.conv1d.weight"].grad
+        joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight", names)].grad
         return joined.chunk(3)["qkv".index(of_convolution[2])]
-    return names[_of_module(name)].grad
+    return names[_of_module(name, names)].grad
 
 
+_RENAMED = {
+    "block_sparse_moe": "mlp", "mlp.moe_statics.": "mlp.gate.moe_statics.",
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".linear_gate.": ".gate_proj.", ".learnable_sink_param": ".sinks",
+    "attention_sink_bias": "sinks",
+    ".hc_pre.hc_attn_layer.hc_": ".attn_hc.", ".hc_pre.hc_mlp_layer.hc_": ".ffn_hc.",
+    ".hc_pre.hc_head.hc_head_": ".hc_head.hc_",
+}  # fmt: skip
+"""Part of a name in files -> part of the module's name."""
 _OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight":
                "experts.down_proj", "router.layer.weight": "router.weight"}  # fmt: skip
 
 
-def _of_module(name: str) -> str:
-    """Return the name in modules of Mixtral, Kimi Linear, Granite, MiMo of a tensor of files."""
+_PATTERNS = {
+    r"^(model\.layers\.\d+)\.attention\.": r"\1.self_attn.",
+    r"self_attn\.dense": "self_attn.o_proj",
+    r"self_attn\.(A_log|dt_bias|f_([ab]_)?proj)": r"self_attn.forget_gate.\1",
+    r"^model\.word_embeddings": "model.embed_tokens",
+    r"mlp\.router\.gate": "mlp.gate",
+    r"mlp\.shared_mlp": "mlp.shared_experts",
+    r"mlp\.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    r"mlp\.gate\.expert_bias": "mlp.gate.e_score_correction_bias",
+    r"mlp\.expert_bias": "mlp.e_score_correction_bias",
+}
+"""Pattern of a name in files of HY 3, K-EXAONE, Kimi Linear or Ling -> name in the modules."""
+
+
+def _of_module(name: str, names: Container[str]) -> str:
+    """Return the name of a tensor in the modules of Transformers, given its name in files.
+
+    Args:
+        names: the names in the modules; a name that is among them has no other one.
+    """
+    if name in names:
+        return name
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]
-    name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
-    name = name.replace("attention_sink_bias", "sinks")
-    return name.replace("block_sparse_moe", "mlp")
+    for pattern, module in _PATTERNS.items():
+        name = re.sub(pattern, module, name)
+    for written, in_module in _RENAMED.items():
+        name = name.replace(written, in_module)
+    return name
 
 
 def _our_gradient(ours: Mapping[str, Tensor], name: str, num_experts: int | None) -> Tensor:

@@ -31,10 +31,12 @@ _NEOX = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
 }  # fmt: skip
-_LATENT = {
+_OF_HEADS = {
     **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8,
-    "n_shared_experts": 2, "moe_intermediate_size": 32,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
+}  # fmt: skip
+_LATENT = {
+    **_OF_HEADS, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
@@ -50,6 +52,19 @@ _BESIDE_SHARED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 4,
     "topk_group": 2, "num_experts_per_tok": 4, "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
+}  # fmt: skip
+
+_COUNTED = {
+    "num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 32,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
+# Heads are normed after the recurrence: where their output is nearly zero, a small epsilon would
+# make rounding errors large, here and there.
+_QWEN3_5 = {
+    **_SIZES, "rms_norm_eps": 1e-1, "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
 }  # fmt: skip
 
 _GRANITE = {
@@ -91,6 +106,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {**_SIZES, "sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None,
          "bos_token_id": 1, "eos_token_id": 2, "original_max_position_embeddings": 64},
+    ),
+    "phi4 mini, long": (
+        "Phi3Config",
+        {**_SIZES, "tie_word_embeddings": True, "pad_token_id": None, "bos_token_id": 1,
+         "eos_token_id": 2, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
+                             "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                             "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0]}},
     ),
     "gpt_neox": (
         "GPTNeoXConfig",
@@ -173,8 +196,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**_LATENT, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
          "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
-         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None},
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None,
+         # Layers 1 and 3 choose keys, which layers 2 and 4 share.
+         "indexer_types": ["full", "shared"] * 2},
     ),
+    "hy_v4": (
+        "HYV4Config",
+        {**_LATENT, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "routed_scaling_factor": 2.5, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None,
+         "indexer_types": ["full", "shared"] * 2, "swiglu_limit": 0.1, "hc_mult": 3,
+         "hc_magnitude": 1.5, "hc_eps": 1e-3},
+    ),
+    "glm4 lite": (
+        "Glm4MoeLiteConfig",
+        {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "routed_scaling_factor": 1.8, "rope_parameters": _YARN,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
+    "youtu": ("YoutuConfig", {**_OF_HEADS, "tie_word_embeddings": True, "rope_interleave": False,
+                              "bos_token_id": 1, "eos_token_id": 2}),
     "kimi_linear": (
         "KimiLinearConfig",
         # As of qwen3_next, an epsilon that heads with nearly no output stand.
@@ -183,6 +224,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "n_shared_experts": 1, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
          "linear_head_dim": 16, "linear_num_heads": 4, "layer_types": [
              "linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "ling 3": (
+        "BailingHybridConfig",
+        {**_OF_HEADS, "rms_norm_eps": 1e-1, "q_lora_rank": None, "num_local_experts": 8,
+         "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "pad_token_id": None, "eos_token_id": 2, "head_dim": 12,
+         "first_k_dense_replace": 1, "layer_group_size": 3},
+    ),
+    "ling 3, unbounded": (
+        "BailingHybridConfig",
+        {**_OF_HEADS, "rms_norm_eps": 1e-1, "q_lora_rank": None, "num_local_experts": 8,
+         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "pad_token_id": None, "eos_token_id": 2, "head_dim": 16,
+         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "kda_safe_gate": False,
+         "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
@@ -195,6 +251,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1Config",
         {**_SIZES, **_BESIDE_SHARED, "norm_topk_prob": True, "sliding_window": 7,
          "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        {**_SIZES, **_BESIDE_SHARED, "first_k_dense_replace": 0, "head_dim": 32,
+         "attention_bias": True},
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        {**_SIZES, **_COUNTED, "head_dim": 32, "router_scaling_factor": 2.5,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "sliding_window": 7, "sliding_window_pattern": 2},
+    ),
+    "exaone4, without windows": (
+        "Exaone4Config",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "exaone with experts": (
+        "ExaoneMoeConfig",
+        {**_SIZES, **_COUNTED, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "n_group": 4, "topk_group": 2, "sliding_window": 7, "sliding_window_pattern": 2},
     ),
     "seed_oss": (
         "SeedOssConfig",
@@ -212,6 +293,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "head_dim": 16, "sliding_window": 7, "rope_parameters": _PLAIN_ROPE,
          "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "internlm3": (
+        "InternLM3Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "dynamic", "factor": 6.0, "rope_theta": 5000.0}},
+    ),
+    "iquestcoder": ("IQuestCoderConfig", {**_SIZES, "head_dim": 32}),
     "arcee": ("ArceeConfig", {**_SIZES, "head_dim": 32}),
     "stablelm": (
         "StableLmConfig",
@@ -230,14 +317,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        # Heads are normed after the recurrence: where their output is nearly zero, a small epsilon
-        # would make rounding errors large, here and there.
-        {**_SIZES, "rms_norm_eps": 1e-1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
-         "layer_types": ["linear_attention", "linear_attention", "full_attention",
-                         "linear_attention"],
-         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12,
-         "linear_value_head_dim": 20},
+        {**_QWEN3_5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", {**_QWEN3_5, "tie_word_embeddings": True}),
+    "qwen3_5 with experts": (
+        "Qwen3_5MoeTextConfig",
+        {**_QWEN3_5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48},
+    ),
+    "mellum": (
+        "MellumConfig",
+        {**_SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "sliding_window": 7,
+         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+         "layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": {
+             "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                                "original_max_position_embeddings": 16},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     ),
     "mamba2": (
         "Mamba2Config",
@@ -280,6 +377,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GRANITE_4, "num_local_experts": 0, "layer_types": ["full_attention"] * 4,
          "tie_word_embeddings": True},
     ),
+    "granite with sinks": (
+        "GraniteSWAConfig",
+        {**_GRANITE, "sliding_window": 7, "layer_rope_theta": [0, 5e3, 5e3, 1e4],
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention",
+                         "full_attention"]},
+    ),
+    "granite with sinks, stretched": (
+        "GraniteSWAConfig",
+        {**_GRANITE, "sliding_window": 7, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+            "original_max_position_embeddings": 16}},
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", {**_GRANITE, "head_dim": 32}),
+    "hyperclovax, plain": (
+        "HyperCLOVAXConfig",
+        {**_SIZES, "pad_token_id": None, "use_post_norm": False, "logits_scaling": 0.3},
+    ),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
@@ -300,8 +414,73 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.3},
     ),
     "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
+    "olmo2": ("Olmo2Config", {**_SIZES, "pad_token_id": None, "rope_parameters": _PLAIN_ROPE}),
+    "olmo3, stretched": (
+        "Olmo3Config",
+        {**_SIZES, "pad_token_id": None, "sliding_window": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                               "original_max_position_embeddings": 16,
+                               "attention_factor": 1.1386294361119891},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {**_SIZES, "rms_norm_eps": 1e-1, "pad_token_id": None, "rope_parameters":
+            {"rope_type": "default", "rope_theta": None},
+         "layer_types": ["linear_attention", "linear_attention", "full_attention",
+                         "linear_attention"],
+         # Transformers splits the convolution of queries, keys and values into equal parts.
+         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 20,
+         "linear_value_head_dim": 10},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**_SIZES, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                             "partial_rotary_factor": 0.5}},
+    ),
+    "ernie4_5 with experts": (
+        "Ernie4_5_MoeConfig",
+        {**_SIZES, "pad_token_id": None, "moe_num_experts": 8, "moe_k": 3,
+         "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_interval": 2,
+         "moe_layer_start_index": 1},
+    ),
+    "cohere": ("CohereConfig", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
+                                "pad_token_id": None, "logit_scale": 0.25,
+                                "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2Config", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
+                                  "pad_token_id": None, "logit_scale": 0.25, "sliding_window": 7}),
+    "ministral3": (
+        "Ministral3Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters":
+            {**_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {**_LATENT, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 1.5, "pad_token_id": None, "rope_parameters":
+            {**_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "num_experts": 8, "moe_topk": 3,
+         "rope_parameters": _PLAIN_ROPE},
+    ),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""
+
+
+def their_class(config: Any) -> Any:
+    """Return Transformers' class of the causal model of a config; not every class has a name in
+    its table of automatic classes."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    name = type(config).__name__.replace("Config", "ForCausalLM")
+    return known[type(config)] if type(config) in known else getattr(transformers, name)
 
 
 def their_model(case: str) -> Any:
@@ -309,7 +488,7 @@ def their_model(case: str) -> Any:
     kind, fields = CASES[case]
     config = getattr(transformers, kind)(**fields)
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = their_class(config)._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import save
@@ -31,6 +32,7 @@ from tests.unit.hugging_face.models import (
     VOCAB,
     our_model,
     saved,
+    their_class,
 )
 
 DESCRIPTION_DEFAULTS = {
@@ -67,8 +69,6 @@ def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_way_out_gives_the_same_files(case, tmp_path):
-    import transformers
-
     theirs = saved(case, tmp_path / "in")
     ours, settings = our_model(tmp_path / "in")
     state = sharded_state_dict_of(ours, pg_collection=ProcessGroupCollection.single())
@@ -85,9 +85,8 @@ def test_the_way_out_gives_the_same_files(case, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager"
-    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    again = their_class(config).from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert torch.equal(again(tokens()).logits, theirs(tokens()).logits)
 
 
@@ -106,6 +105,81 @@ def test_settings_survive_the_way_out_and_back(case, tmp_path):
     assert not family_misfit(model.family, model.settings)
     # Another family may be able to express the same model: a Mistral without a window is a Llama.
     assert not family_misfit(family_of_settings(model.settings), model.settings)
+
+
+OF_IMAGES = {"hidden_size": 32, "intermediate_size": 48}
+WITH_IMAGES = {
+    "Kimi_K25": (
+        "deepseek v3",
+        {**OF_IMAGES, "num_hidden_layers": 2, "num_attention_heads": 2},
+        {"projection_hidden_size": 32},
+    ),
+    "Qwen3_5": ("qwen3_5", {**OF_IMAGES, "depth": 2, "num_heads": 2, "out_hidden_size": 64}, {}),
+    "Qwen3_5Moe": (
+        "qwen3_5 with experts",
+        {**OF_IMAGES, "depth": 2, "num_heads": 2, "out_hidden_size": 64},
+        {},
+    ),
+}
+"""Name of Transformers' classes -> case of the language model, fields of the encoder, others."""
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_the_language_model_inside_a_model_with_images_is_read_and_written_alone(name, tmp_path):
+    import transformers
+
+    case, vision, others = WITH_IMAGES[name]
+    torch.manual_seed(3)
+    text = {**CASES[case][1], "tie_word_embeddings": False}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **others
+    )
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    theirs = kind._from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "in")
+    expected = theirs(tokens()).logits
+    ours, settings = our_model(tmp_path / "in")
+    assert_close(ours(tokens(), None, None)[..., :VOCAB], expected, FP32_REORDERED_SUM, "logits")
+    opened = open_model(tmp_path / "in")
+    assert any("the encoder of images is left out" in note for note in opened.notes)
+    write_model(opened, tmp_path / "out", settings=settings, companion=tmp_path / "in")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    )
+    assert torch.equal(again(tokens()).logits, expected)
+
+
+def test_a_kimi_k2_is_a_deepseek_v3(tmp_path):
+    saved("deepseek v3", tmp_path)
+    before, config = read_model_directory(tmp_path), tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "kimi_k2"}))
+    after = read_model_directory(tmp_path)
+    assert (after.family, after.settings) == (before.family, before.settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "vision", "case"),
+    [
+        ("Gemma3Config", "SiglipVisionConfig", "gemma3"),
+        ("Mistral3Config", "PixtralVisionConfig", "ministral3"),
+    ],
+)
+def test_of_a_model_with_images_the_language_model_is_read(config, vision, case, tmp_path):
+    kind, arguments = CASES[case]
+    images = getattr(transformers, vision)(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    text = getattr(transformers, kind)(**arguments)
+    whole = getattr(transformers, config)(
+        text_config=text, vision_config=images, tie_word_embeddings=text.tie_word_embeddings
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation="eager")
+    model.eval().save_pretrained(tmp_path)
+    ours, _ = our_model(tmp_path)
+    expected = model(input_ids=tokens()).logits
+    assert_close(ours(tokens(), None, None)[..., :VOCAB], expected, FP32_REORDERED_SUM, "logits")
+    assert any("encoder of images is left out" in note for note in open_model(tmp_path).notes)
 
 
 def published_kimi(directory):

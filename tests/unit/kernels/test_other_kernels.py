@@ -23,6 +23,8 @@ from megatron.core.models.common.language_module.language_module import (
 )
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
 from megatron.core.optimizer.definition import ADAM, ADAMW
+from megatron.core.optimizer.definitions.adam import FP32_UPDATES
+from megatron.core.optimizer.gradient_norm import SPAN_SQUARES
 from megatron.core.parameters.rng import rng_state
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -75,6 +77,8 @@ WRITTEN_IN_TRITON = [
     (SCALED_CAST, ()),
     (CHUNK_UPDATES, {ADAM}),
     (CHUNK_UPDATES, {ADAMW}),
+    (FP32_UPDATES, ()),
+    (SPAN_SQUARES, ()),
     (BIAS_DROPOUT_ADD, ()),
     (ROTARY, ()),
     (LATENT_ROTARY, ()),

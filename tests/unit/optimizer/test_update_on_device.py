@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import NumericsError
+from megatron.core.kernels.registry import Kernel, KernelTable
+from megatron.core.optimizer.definitions import adam
 from megatron.core.optimizer.gradient_norm import GradientReader
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.harness.tolerances import EXACT, assert_close
@@ -116,3 +118,59 @@ def test_what_needs_the_gradient_before_the_update_makes_the_host_decide(decided
         assert optimizer.decides_on_device
         optimizer.norm_checks.append(lambda norm: None)
     assert not optimizer.decides_on_device
+
+
+def fused_by_torch(gradient, main, first, second, weight, step, scaling, settings, decouples_decay):
+    """A stand-in for the kernel of one pass, with its arguments."""
+    scale, refused = scaling or (None, None)
+    update = torch._fused_adamw_ if decouples_decay else torch._fused_adam_
+    beta1, beta2 = settings["betas"]
+    update(
+        [main], [gradient], [first], [second], [], [step], amsgrad=False, maximize=False,
+        lr=settings["lr"], beta1=beta1, beta2=beta2, weight_decay=settings["weight_decay"],
+        eps=settings["eps"], grad_scale=scale, found_inf=refused,
+    )  # fmt: skip
+    if weight is not None and not refused:
+        weight.copy_(main)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_grad": 0.05},
+        {"clip_grad": 0.05, "bf16": True},
+        {"clip_grad": 0.0, "bf16": True, "decoupled_weight_decay": False},
+    ],
+    ids=str,
+)
+def test_a_kernel_of_one_pass_updates_the_models_weights_too(
+    decided, monkeypatch, settings, on_device
+):
+    """Without a copy after it; a refused update in between changes nothing and is not counted."""
+    found = []
+    for kernel in ("torch", "one pass"):
+        ddp, optimizer = decided(on_device, on_nonfinite_grad="skip", **settings)
+        with monkeypatch.context() as patch:
+            if kernel == "one pass":
+                only = Kernel("only", adam.PublishingAdam.step_in_one_pass)
+                patch.setattr(adam, "FP32_UPDATES", KernelTable("update", {"cpu": (only,)}))
+                patch.setattr(adam, "update_fp32", fused_by_torch)
+                patch.delattr(torch, "_foreach_copy_")
+            results = []
+            for step in range(4):
+                accumulate(ddp, SINGLE, step, 2)
+                if step == 2:
+                    ddp.module.first.bias.main_grad[3] = torch.nan
+                versions = [weight._version for weight in ddp.module.parameters()]
+                results.append(optimizer.step())
+                if settings.get("bf16") and step != 2:  # autograd and caches compare versions
+                    written = zip(ddp.module.parameters(), versions, strict=True)
+                    assert all(weight._version > before for weight, before in written)
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        found.append((results, [*ddp.module.parameters()], states))
+    (expected, weights, states), (results, others, other_states) = found
+    assert [taken for taken, *_ in results] == [True, True, False, True]
+    assert str(results) == str(expected)  # a norm is NaN
+    for one, other in zip((*weights, *states), (*others, *other_states), strict=True):
+        assert_close(other.detach(), one.detach(), EXACT, "weights and state")

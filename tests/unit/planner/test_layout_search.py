@@ -17,13 +17,20 @@ from megatron.training.training import PretrainCall
 from megatron_lattice.planner.autofill import fits
 from megatron_lattice.planner.hardware import gpu_named
 from megatron_lattice.planner.layout_search import search_layouts, what_would_fit
-from megatron_lattice.planner.layout_space import Choices, divisors, layout_space
+from megatron_lattice.planner.layout_space import (
+    Choices,
+    divisors,
+    layout_space,
+    stage_layers,
+)
 from megatron_lattice.planner.memory import model_states
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.run_workload import choices_of, settings_of_layout, workload_of_run
 from megatron_lattice.planner.search_command import Cluster, search_command
+from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import ChoiceFigures, choice_figures
-from megatron_lattice.planner.workload import Workloads, read_rows
+from megatron_lattice.planner.workload import Workloads
+from tests.harness.pool import REPOSITORY
 from tests.harness.resolved_run import WITHOUT_A_RUN, run_of
 from tests.unit.planner.test_planner import FIXTURES
 from tools import plan
@@ -155,7 +162,7 @@ def test_a_recomputation_that_was_asked_for_is_named_where_another_would_fit() -
         (LLAMA_8B.replace("--bf16", ""), "H100", "fp32"),
         (LLAMA_8B, "V100", "V100"),
         (f"{LLAMA_8B} --pipeline-schedule gpipe", "H100", "--pipeline-schedule"),
-        (f"{LLAMA_8B} --decoder-first-pipeline-num-layers 3", "H100", "--decoder-first"),
+        (f"{LLAMA_8B} --num-layers-per-virtual-pipeline-stage 3", "H100", "--num-layers-per"),
         (f"{LLAMA_8B} --tensor-model-parallel-size 3", "H100", "attention heads"),
     ],
 )
@@ -180,3 +187,102 @@ def test_a_script_without_a_search_refuses_auto_parallel() -> None:
     assert call.asks_for_layout()
     with pytest.raises(ConfigError, match="without a layout search"):
         call.searched_layout()
+
+
+TEN = {
+    # What people plan in 2026, with a number of GPUs that its published runs have.
+    "--preset llama3-8b --bf16 --seq-length 8192": 8,
+    "--preset llama3-70b --bf16 --seq-length 8192": 64,
+    "--preset llama3.1-405b --bf16 --seq-length 8192": 1024,
+    "--preset mixtral-8x7b --bf16 --seq-length 8192": 64,
+    "--preset qwen3-30b-a3b --bf16 --seq-length 4096": 16,
+    "--preset qwen3-235b-a22b --bf16 --seq-length 4096": 256,
+    "--preset gpt-oss-20b --bf16 --seq-length 8192": 8,
+    "--preset gpt-oss-120b --bf16 --seq-length 4096": 64,
+    "--preset deepseek-v3 --bf16 --seq-length 4096": 1024,
+    "--preset kimi-k2 --bf16 --seq-length 4096": 1024,
+}
+
+
+def words_of(model: str) -> list[str]:
+    return [*model.split(), "--global-batch-size", "1024"]
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_models_that_people_plan_get_a_layout_and_its_line_runs(model: str) -> None:
+    words, world = words_of(model), TEN[model]
+    found = search_command(
+        words, Cluster("H100", world), script="pretrain_gpt.py", has_free_layout=True
+    )
+    assert len(found.text.splitlines()) <= 12
+    flags = shlex.split(found.text.splitlines()[-1].partition("pretrain_gpt.py ")[2])
+    run = run_of(" ".join(flags), world)
+    assert (
+        run.parallelism.pipeline_model_parallel_size
+        == found.found.table.take(np.array(found.chosen[:1])).pipeline_size
+    )
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_models_that_people_plan_have_a_step(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = TEN[model]
+    words = ["step", "--gpu", "H100", "--num-gpus", str(world), *words_of(model)]
+    assert plan.main([*words, "--micro-batch-size", "1"]) == ExitStatus.DONE
+    printed = capsys.readouterr().out
+    needed = re.search(r"ms per step .* ([\d.]+) GiB", printed)
+    assert needed
+    assert ("do not fit" in printed) == (float(needed[1]) > 72)
+
+
+def test_sixty_one_layers_get_stages_of_unequal_size() -> None:
+    layers = stage_layers(61, 4, 2)
+    assert sum(layers) == 61 and len(layers) == 8
+    of_rank = [layers[rank] + layers[rank + 4] for rank in range(4)]
+    assert max(of_rank) - min(of_rank) == 1 and of_rank[-1] == min(of_rank)
+    model = model_of(LLAMA_8B, 16).replace(num_layers=np.array([61.0]))
+    found = search_layouts(model, Choices(), PREDICTOR)
+    assert {4.0, 8.0, 16.0} <= set(found.table.pipeline_size)
+
+
+def test_what_a_file_fixes_is_named() -> None:
+    file = REPOSITORY / "examples/mixture_of_experts/deepseek_v3.yaml"
+    words = ["--yaml-cfg", str(file), "--mock-data"]
+    kept = search_command(words, Cluster("H100", 1024), script="pretrain_gpt.py")
+    assert "fixed by the file: --expert-model-parallel-size 64" in kept.text
+    assert set(kept.found.table.pipeline_size) == {16.0}
+    with pytest.raises(ConfigError, match=r"fixed by the file: [\s\S]*--free-layout"):
+        search_command(words, Cluster("H100", 64), script="pretrain_gpt.py")
+    stages = shlex.split(f"{LLAMA_8B} --pipeline-model-parallel-size 4")
+    stages += ["--pipeline-model-parallel-layout", "Et*6|t*9|t*9|t*8L"]
+    found = search_command(stages, Cluster("H100", 16), script="pretrain_gpt.py")
+    assert set(found.found.table.num_chunks) == {1.0}
+    assert "Et*6|t*9|t*9|t*8L" in found.text.splitlines()[-1]
+
+
+def test_kernels_of_a_run_do_not_depend_on_its_sharding() -> None:
+    table = layout_space(model_of(EXPERTS, 16), Choices()).table
+    assert {1.0, 2.0, 3.0} <= set(table.sharding_stage)
+    assert set(table.software) == {"lattice"}
+
+
+def test_ranks_that_share_a_sequence_exchange_heads_and_short_sequences_are_not_shared() -> None:
+    words = shlex.split("--preset gpt-oss-120b --bf16 --seq-length 4096 --global-batch-size 1280")
+    found = search_command(words, Cluster("GB200", 64), script="pretrain_gpt.py")
+    assert found.found.table.context_size[found.chosen[0]] == 1
+    shared = [*words, "--context-parallel-size", "4"]
+    line = search_command(shared, Cluster("GB200", 64), script="pretrain_gpt.py").text
+    assert "--cp-comm-type a2a" in line.splitlines()[-1]
+    ring = [*shared, "--cp-comm-type", "p2p"]
+    table = search_command(ring, Cluster("GB200", 64), script="pretrain_gpt.py").found.table
+    assert not table.exchanges_heads.any()
+
+
+def test_tiles_of_a_ring_are_slower_than_an_exchange_of_heads() -> None:
+    row = model_of(LLAMA_8B, 8).replace(context_size=np.array([2.0]), data_size=np.array([4.0]))
+    ring, heads = (row.replace(exchanges_heads=np.array([share])) for share in (0.0, 1.0))
+    assert PREDICTOR.modelled_seconds(ring)[0] > 2 * PREDICTOR.modelled_seconds(heads)[0]
+    published = [each.replace(software=np.array(["megatron"])) for each in (ring, heads)]
+    of_ring, of_heads = (PREDICTOR.modelled_seconds(each)[0] for each in published)
+    assert of_ring == pytest.approx(of_heads, rel=0.1)

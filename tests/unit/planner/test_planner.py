@@ -18,7 +18,7 @@ from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.correction import fit_correction
 from megatron_lattice.planner.figures import figures
 from megatron_lattice.planner.hardware import load_hardware, rows_hardware
-from megatron_lattice.planner.layer_time import layer_time
+from megatron_lattice.planner.layer_time import expert_communication, layer_time
 from megatron_lattice.planner.memory import (
     GIB,
     layer_activations,
@@ -29,13 +29,16 @@ from megatron_lattice.planner.memory import (
 from megatron_lattice.planner.operators import OperatorCosts, wave_efficiency
 from megatron_lattice.planner.predictor import fit_predictor, load_predictor
 from megatron_lattice.planner.step_time import bubble_time, predict_step
+from megatron_lattice.planner.table_rows import from_rows, read_rows
 from megatron_lattice.planner.validation import (
     family_of,
+    group_names,
+    layout_names,
     measured_rows,
     memory_figures,
-    random_folds,
+    source_folds,
 )
-from megatron_lattice.planner.workload import Workloads, from_rows, read_rows
+from megatron_lattice.planner.workload import Workloads
 from tools import plan
 
 HARDWARE = load_hardware()
@@ -59,6 +62,109 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "planner"
 @pytest.fixture(scope="module")
 def published() -> list[dict[str, str]]:
     return read_rows(FIXTURES / "published_steps.csv")
+
+
+@pytest.fixture(scope="module")
+def published_2026() -> list[dict[str, str]]:
+    return read_rows(FIXTURES / "published_2026.csv")
+
+
+QWEN_30B = {
+    **LLAMA_70B, "layers": "48", "hidden": "2048", "heads": "32", "kv_heads": "4", "ffn": "6144",
+    "vocab": "151936", "experts": "128", "topk": "8", "moe_ffn": "768", "active_B": "3.3",
+    "seq": "4096", "n_gpus": "16", "TP": "1", "PP": "1", "VPP": "1", "CP": "1", "DP": "16",
+    "EP": "8", "GBS": "512", "sp": "0", "schedule": "none", "graphs": "none",
+}  # fmt: skip
+
+
+def experts_of(**changes: str) -> Workloads:
+    return from_rows([{**QWEN_30B, **changes}])
+
+
+def step_of(loads: Workloads) -> float:
+    return float(predict_step(loads, HARDWARE).total[0])
+
+
+def test_experts_are_gathered_by_the_ranks_that_hold_the_same_experts() -> None:
+    """Sharded parameters: 16 ranks with 16 shares of the experts gather none of the experts."""
+    whole = experts_of(zero="3", EP="16")
+    without = whole.replace(expert_params=np.zeros(1))
+    assert predict_step(whole, HARDWARE).data_exposed == pytest.approx(
+        predict_step(without, HARDWARE).data_exposed
+    )
+    pairs = experts_of(zero="3", EP="8")
+    assert predict_step(pairs, HARDWARE).data_exposed > predict_step(whole, HARDWARE).data_exposed
+
+
+def test_an_exchange_in_a_node_is_faster_than_over_nodes() -> None:
+    exchanges = [
+        expert_communication(CollectiveCosts(loads, rows_hardware(loads, HARDWARE), HARDWARE))[0]
+        for loads in (experts_of(EP="8"), experts_of(EP="16"))
+    ]
+    assert exchanges[0] < exchanges[1]
+
+
+def test_graphs_and_grouped_products_save_launches() -> None:
+    """Most with few tokens: the launches of 16 experts wait for the host in any case."""
+    for tokens, least in (("1", 1.5), ("16", 1.05)):
+        plain = step_of(experts_of(MBS=tokens))
+        grouped = step_of(experts_of(MBS=tokens, grouped="yes"))
+        whole = step_of(experts_of(MBS=tokens, graphs="iteration"))
+        assert plain > grouped > whole
+        assert plain / whole > least
+
+
+def test_a_table_without_graphs_gets_them_from_similar_rows(
+    published_2026: list[dict[str, str]],
+) -> None:
+    predictor = load_predictor()
+    stated = [row for row in published_2026 if row["graphs"]]
+    columns = ("graphs", "grouped", "window", "window_layers", "sinks")
+    filled = predictor.filled(from_rows([row | dict.fromkeys(columns, "") for row in stated]))
+    known = from_rows(stated)
+    assert filled.attended_share == pytest.approx(known.attended_share, abs=1e-3)
+    assert (filled.has_sinks == known.has_sinks).all()
+    # Releases of the same layout differ: the majority of the rows decides.
+    assert np.mean((filled.graphs == "iteration") == (known.graphs == "iteration")) > 0.7
+
+
+def test_windows_adapters_and_recurrent_layers_cost_less() -> None:
+    windowed = rows_of(window="128", window_layers="40", seq="32768", CP="1", GBS="8")
+    assert step_of(windowed) < step_of(rows_of(seq="32768", CP="1", GBS="8"))
+    adapted = rows_of(lora_rank="16")
+    assert 0.5 < step_of(adapted) / step_of(rows_of()) < 0.8  # no gradients of weights: 2 of 3
+    assert model_states(adapted)[0] < 0.5 * model_states(rows_of())[0]
+    mixers = {"mamba_heads": "128", "mamba_head_dim": "64", "mamba_state": "128"}
+    hybrid = rows_of(
+        attention_layers="8", dense_layers="36", mamba_layers="36", seq="131072", CP="1", GBS="8",
+        **mixers,
+    )  # fmt: skip
+    assert step_of(hybrid) < 0.6 * step_of(rows_of(seq="131072", CP="1", GBS="8"))
+
+
+def test_time_and_memory_of_runs_of_this_project_are_those_that_were_measured() -> None:
+    rows = read_rows(FIXTURES / "lattice.csv")
+    predictor, loads = load_predictor(), from_rows(rows)
+    measured = np.array([float(row["ref_step_s"]) for row in rows])
+    assert predictor.seconds(loads) == pytest.approx(measured, rel=0.03)
+    memory = predict_memory(predictor.filled(loads), predictor.hardware)
+    allocated = (memory.states + memory.activations + memory.logits) / GIB
+    assert allocated == pytest.approx([float(row["mem_GB_per_gpu"]) for row in rows], rel=0.015)
+    # In addition: the device's context, workspaces, and fragmentation.
+    assert (memory.overhead > 2 * GIB).all() and (memory.overhead < 4 * GIB).all()
+
+
+def test_the_software_of_a_row_can_be_named() -> None:
+    lattice, megatron = (rows_of(CP="1", DP="4", software=name) for name in ("lattice", "megatron"))
+    assert step_of(lattice) < step_of(megatron)
+    assert HARDWARE.per_software("tensor_exposed", lattice) == HARDWARE.per_software(
+        "tensor_exposed", megatron
+    )
+    assert rows_of(zero="3", TP="1").software[0] == "fsdp"
+    assert rows_of(zero="3", TP="1", gpu="GB200").software[0] == "megatron"
+    assert rows_of(zero="3", TP="1", software="megatron").software[0] == "megatron"
+    with pytest.raises(ConfigError, match="'software' has 'jax'"):
+        rows_of(software="jax")
 
 
 def seconds_of(**changes: str) -> float:
@@ -271,23 +377,26 @@ def test_figures_count_order_and_regret() -> None:
     assert found.macro_median == pytest.approx((0.5 + 0.1) / 2)
 
 
-def test_steps_that_the_fit_has_not_seen_are_predicted(published: list[dict[str, str]]) -> None:
-    """One of the folds that tools/plan.py evaluate prints, all of which it takes minutes for."""
-    rows = published + read_rows(FIXTURES / "vtrain_single_node.csv")
-    measured, families = measured_rows(rows), [family_of(row) for row in rows]
-    is_held_out = random_folds(families) == 0
+def test_steps_that_the_fit_has_not_seen_are_predicted(
+    published: list[dict[str, str]], published_2026: list[dict[str, str]]
+) -> None:
+    """The fold of sources with most experts: tools/plan.py evaluate prints all, in minutes."""
+    rows = published + read_rows(FIXTURES / "vtrain_single_node.csv") + published_2026
+    measured, folds = measured_rows(rows), source_folds(rows)
+    is_held_out = folds == np.bincount(folds[measured.workloads.is_moe]).argmax()
     fitted = fit_predictor(measured.take(~is_held_out), HARDWARE)
-    held_out = measured.take(is_held_out)
-    groups = [row.get("rank_group") or "" for row in np.array(rows)[is_held_out]]
-    found = figures(
-        fitted.seconds(held_out.workloads),
-        held_out.step_s,
-        list(np.array(families)[is_held_out]),
-        groups,
-    )
-    assert found.median < 0.06
-    assert found.mean < 0.09
-    assert found.pairs > 0.8
+    is_moe = measured.workloads.is_moe
+    for chosen, median, mean in ((is_held_out & ~is_moe, 0.06, 0.09), (is_moe, 0.1, 0.12)):
+        chosen = chosen & is_held_out
+        held_out = measured.take(chosen)
+        some = [row for row, is_in in zip(rows, chosen, strict=True) if is_in]
+        found = figures(
+            fitted.seconds(held_out.workloads), held_out.step_s, [family_of(row) for row in some],
+            group_names(some), layout_names(some),
+        )  # fmt: skip
+        assert found.median < median
+        assert found.mean < mean
+        assert found.pairs > 0.8
 
 
 def test_the_constants_in_the_package_are_those_of_a_calibration(
@@ -312,15 +421,17 @@ def test_rows_that_contradict_others_of_the_same_description_do_not_count() -> N
 
 
 def test_nine_of_ten_published_steps_are_in_their_intervals(
-    published: list[dict[str, str]],
+    published: list[dict[str, str]], published_2026: list[dict[str, str]]
 ) -> None:
-    measured, predictor = measured_rows(published), load_predictor()
+    measured, predictor = measured_rows(published + published_2026), load_predictor()
     off = predictor.interval(measured.workloads)
     ratio = predictor.seconds(measured.workloads) / measured.step_s
-    assert np.mean((ratio < off) & (1 / ratio < off)) >= 0.9
+    is_in, is_moe = (ratio < off) & (1 / ratio < off), measured.workloads.is_moe
+    assert np.mean(is_in[is_moe]) >= 0.9
+    assert np.mean(is_in[~is_moe]) >= 0.9
     # Unlike all measured rows, less is known.
     far = rows_of(hidden="1000000", heads="64", head_dim="15625", layers="4000")
-    assert predictor.interval(far)[0] > 1.3 > 1.2 > off.min()
+    assert predictor.interval(far)[0] > 1.25 > 1.2 > off[~is_moe].min()
 
 
 def test_far_from_all_measured_steps_the_model_is_not_corrected() -> None:

@@ -73,6 +73,16 @@ def test_what_is_recomputed_is_freed_by_the_end_of_the_step(module):
     assert found.idle == plain.idle
 
 
+@pytest.mark.parametrize(("length", "vocab"), [(64, 512), (512, 131072), (8192, 32768)])
+def test_the_fused_head_and_loss_is_traced_and_keeps_fewer_bytes(length, vocab):
+    """One chunk; two chunks and a second pass in backward; many chunks and a sum of gradients."""
+    words = f"--bf16 --global-batch-size 1 --seq-length {length} --vocab-size {vocab}"
+    plain, fused = (trace(f"{words} {more}", 1) for more in ("", "--cross-entropy-loss-fusion"))
+    assert fused.idle == plain.idle
+    if length > 64:
+        assert fused.peak.num_bytes < plain.peak.num_bytes - 0.5 * length * vocab
+
+
 def test_the_first_and_last_stages_alone_have_the_memory_that_a_trace_of_all_stages_has():
     words = "--num-layers 6 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6"
     run = run_of(f"{SMALL} {words} --pipeline-model-parallel-size 3", 3)

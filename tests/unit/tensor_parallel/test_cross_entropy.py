@@ -163,7 +163,7 @@ def plain_head(hidden, weight, target, smoothing=0.0):
 def test_the_fused_head_equals_linear_then_cross_entropy(
     monkeypatch, smoothing, rows_per_chunk, recomputes
 ):
-    monkeypatch.setattr(fused_head, "MAX_CHUNK_BYTES", 4 * 40 * rows_per_chunk)
+    monkeypatch.setitem(fused_head.MAX_CHUNK_BYTES, "cpu", 4 * 40 * rows_per_chunk)
     hidden, weight, target = head_case()
     upstream = torch.rand(target.shape)
     expected = plain_head(hidden, weight, target, smoothing)
@@ -184,7 +184,7 @@ def test_the_fused_head_equals_linear_then_cross_entropy(
 
 @pytest.mark.parametrize("rows_per_chunk", [7, 100])
 def test_the_fused_head_in_bf16_adds_chunks_in_fp32(monkeypatch, rows_per_chunk):
-    monkeypatch.setattr(fused_head, "MAX_CHUNK_BYTES", 2 * 40 * rows_per_chunk)
+    monkeypatch.setitem(fused_head.MAX_CHUNK_BYTES, "cpu", 2 * 40 * rows_per_chunk)
     hidden, weight, target = head_case(torch.bfloat16)
     expected = plain_head(hidden, weight, target)
     expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
@@ -205,6 +205,46 @@ def count_passes(monkeypatch) -> list[int]:
         fused_head, "_pass_over_chunks", lambda *a: (passes.append(1), original(*a))[1]
     )
     return passes
+
+
+@pytest.mark.parametrize(("num_tokens", "num_passes"), [(16, 2), (17, 1)])
+@pytest.mark.parametrize("main_dtype", [None, torch.float32, torch.float64])
+def test_a_weight_gradient_waits_for_backward_only_if_it_is_smaller_than_the_logits(
+    monkeypatch, num_tokens, num_passes, main_dtype
+):
+    """A sum of 40 x 16 numbers is as large as the logits of 16 tokens."""
+    monkeypatch.setitem(fused_head.MAX_CHUNK_BYTES, "cpu", 4 * 40 * 8)
+    _, weight, _ = head_case()
+    hidden = torch.randn(num_tokens, 1, 16, requires_grad=True)
+    target = torch.randint(0, 37, (num_tokens, 1))
+    target[3] = -100
+    expected = plain_head(hidden, weight, target).sum() * 0.25
+    expected_grads = torch.autograd.grad(expected, (hidden, weight))
+    if main_dtype is not None:
+        weight.main_grad = torch.full(weight.shape, 2.0, dtype=main_dtype)
+        weight.main_grad_is_fresh = False
+    passes = count_passes(monkeypatch)
+    (linear_cross_entropy(hidden, weight, target, num_valid=37).sum() * 0.25).backward()
+    assert len(passes) == num_passes
+    found = weight.grad if main_dtype is None else weight.main_grad - 2.0
+    for grad, wanted in zip((hidden.grad, found), expected_grads, strict=True):
+        assert_close(grad, wanted, FP32_REORDERED_SUM, "gradient")
+
+
+def test_the_weight_gradient_of_a_second_pass_needs_no_memory(monkeypatch):
+    monkeypatch.setitem(fused_head.MAX_CHUNK_BYTES, "cpu", 4 * 40 * 5)
+    hidden, weight, target = head_case()
+    weight.main_grad, weight.main_grad_is_fresh = torch.empty(weight.shape), True
+    kept = []
+    original = fused_head._pass_over_chunks
+    monkeypatch.setattr(
+        fused_head, "_pass_over_chunks", lambda *a: kept.append(original(*a)) or kept[-1]
+    )
+    loss = linear_cross_entropy(hidden, weight, target, num_valid=37, recomputes_logits=True)
+    loss.sum().backward()
+    assert [grad_weight for _, _, grad_weight in kept] == [None, None]
+    (wanted,) = torch.autograd.grad(plain_head(hidden, weight, target).sum(), weight)
+    assert_close(weight.main_grad, wanted, FP32_REORDERED_SUM, "main gradient")
 
 
 @pytest.mark.parametrize(("promised", "used", "num_passes"), [
@@ -276,8 +316,10 @@ def test_the_fused_head_has_the_gradient_of_finite_differences():
 def test_chunks_are_bounded_and_nearly_equal(seed):
     draw = torch.Generator().manual_seed(seed)
     tokens, columns = (int(torch.randint(1, 10**6, (), generator=draw)) for _ in range(2))
-    rows = fused_head._chunk_rows(tokens, columns, 2)
-    assert 1 <= rows <= tokens
-    assert rows == 1 or rows * columns * 2 <= fused_head.MAX_CHUNK_BYTES
-    fewest = -(-tokens * columns * 2 // fused_head.MAX_CHUNK_BYTES)
-    assert rows == 1 or -(-tokens // rows) <= 2 * fewest
+    for device, limit in (("cpu", 64 * 2**20), ("meta", 512 * 2**20)):
+        x = torch.empty(0, dtype=torch.bfloat16, device=device)
+        rows = fused_head._chunk_rows(x, tokens, columns)
+        assert 1 <= rows <= tokens
+        assert rows == 1 or rows * columns * 2 <= limit
+        fewest = -(-tokens * columns * 2 // limit)
+        assert rows == 1 or -(-tokens // rows) <= 2 * fewest

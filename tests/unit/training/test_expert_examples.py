@@ -1,7 +1,8 @@
-"""The settings in examples/mixture_of_experts are those of the published models."""
+"""Examples of mixtures of experts, and the dry runs of their files."""
 
 import pytest
 
+from megatron.core.models.gpt.presets import preset, preset_names
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
@@ -10,24 +11,17 @@ from tests.harness.pool import REPOSITORY
 
 DIRECTORY = REPOSITORY / "examples/mixture_of_experts"
 
-PUBLISHED = {
-    # name: (rows of the vocabulary, parameters, billions of them for a token, tolerance of both)
-    "mixtral_8x7b": (32000, 46_702_792_704, 12.9, 0.0),
-    "qwen3_30b_a3b": (151936, 30_532_122_624, 3.3, 0.0),
-    "deepseek_v2_lite": (102400, 15_706_484_224, 2.66, 0.0),
-    "gpt_oss_20b": (201088, 20_914_757_184, 3.6 + 0.58, 0.0),
-    "deepseek_v3": (129280, 671_026_404_352 + 11_514_000_000, 37.0 + 1.6, 0.002),
-}
 
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_of_the_published_model(name):
-    vocabulary, total, active, tolerance = PUBLISHED[name]
-    words = ["--yaml-cfg", str(DIRECTORY / f"{name}.yaml"), "--mock-data"]
-    run = resolve(parse_command_line(words).config, world_size=1024)
-    size = ModelSize.from_settings(run, vocab_size=vocabulary)
-    assert size.total_parameters == pytest.approx(total, rel=tolerance, abs=0)
-    assert size.active_parameters == pytest.approx(active * 1e9, rel=0.02)
+def test_every_preset_with_experts_has_an_example_and_its_count():
+    names = [name for name in preset_names() if "num_moe_experts" in preset(name).config]
+    assert sorted(path.stem.replace("_", "-") for path in DIRECTORY.glob("*.yaml")) == sorted(names)
+    for name in names:
+        words = ["--yaml-cfg", str(DIRECTORY / f"{name.replace('-', '_')}.yaml"), "--mock-data"]
+        run = resolve(parse_command_line(words).config, world_size=1024)
+        assert run.config.model.preset == name
+        size = ModelSize.from_settings(run, vocab_size=preset(name).vocab_size)
+        published = preset(name).published_parameters
+        assert size.total_parameters == pytest.approx(published, rel=0.002, abs=0)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(DIRECTORY.glob("*.yaml"))])

@@ -95,9 +95,11 @@ SPARSE = (
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_published_models_are_counted(name):
     found = preset(name)
-    count = size_of(found, seq_length=1024).total_parameters
+    size = size_of(found, seq_length=1024)
     tolerance = 0 if found.is_exact else 0.02
-    assert count == pytest.approx(found.published_parameters, rel=tolerance, abs=0)
+    assert size.total_parameters == pytest.approx(found.published_parameters, rel=tolerance, abs=0)
+    active = found.active_parameters or found.published_parameters
+    assert size.active_parameters == pytest.approx(active, rel=0.02)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -108,6 +110,7 @@ def test_parameters_of_published_models_are_counted(name):
         "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
         " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
         "--multi-latent-attention --q-lora-rank 12",
+        "--multi-latent-attention --v-head-dim 5 --attention-output-gate",
         "--mtp-num-layers 2",
         "--mtp-num-layers 2 --mtp-use-repeated-layer --num-experts 4 --moe-ffn-hidden-size 24",
         "--mtp-num-layers 1 --normalization RMSNorm --group-query-attention --num-query-groups 2",
@@ -128,6 +131,11 @@ def test_parameters_of_published_models_are_counted(name):
         f"{SPARSE} --experimental-attention-variant dsa --linear-attention-freq 2 --qk-layernorm"
         " --mtp-num-layers 1",
         f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
+        f"{SPARSE} --experimental-attention-variant dsa --dsa-indexer-topk-freq 4"
+        " --dsa-indexer-skip-topk-offset 1 --mtp-num-layers 1",
+        "--enable-mhc-connections --mtp-num-layers 1",
+        "--enable-mhc-connections --mhc-sinkhorn-iterations 0 --mhc-learned-contraction"
+        f" --mhc-num-residual-streams 3 {MAMBA} --hybrid-layer-pattern *-M/*-",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):

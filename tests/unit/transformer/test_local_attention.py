@@ -32,6 +32,7 @@ def make_model(**fields):
 LOCAL = {
     "attention_chunk_size": 5, "window_attn_skip_freq": [1, 0], "qk_l2_norm": True,
     "query_scale_beta": 0.7, "query_scale_interval": 3,
+    "query_scale_without_rope": True,
 }  # fmt: skip
 
 

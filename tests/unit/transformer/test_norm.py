@@ -107,5 +107,5 @@ def test_zero_centred_norm_starts_at_zero_and_acts_as_identity_scale():
 def test_an_unknown_norm_is_refused_with_the_known_ones():
     config = make_config()
     config.normalization = "BatchNorm"
-    with pytest.raises(ConfigError, match="LayerNorm, RMSNorm"):
+    with pytest.raises(ConfigError, match="LayerNorm, LayerNormWithoutBias, RMSNorm"):
         WrappedTorchNorm(config, 16)

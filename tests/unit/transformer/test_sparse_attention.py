@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.kernels.sparse_attention import chosen_keys
+from megatron.core.kernels.sparse_attention import choose_keys
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +13,7 @@ from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, Laye
 from megatron.core.transformer.indexer import finish_indexer_step
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 HEADS, PLAIN, ROTARY, VALUE, LATENT, HIDDEN = 3, 8, 4, 6, 10, 24
 INDEX_HEADS, INDEX_WIDTH, TOPK, LENGTH, BATCH = 5, 6, 4, 12, 2
@@ -27,13 +27,20 @@ FIELDS = {
 }  # fmt: skip
 
 
-def make_attention(kind=None, **fields):
-    torch.manual_seed(5)
+def make_like(module):
+    """The same attention with an indexer of its own, which chooses within each block."""
+    copied = make_attention()
+    copied.load_state_dict(module.state_dict())
+    return copied
+
+
+def make_attention(kind=None, layer_number=1, **fields):
+    torch.manual_seed(5 + layer_number)
     config = MLATransformerConfig(**{**FIELDS, **fields})
     spec = get_gpt_layer_local_spec(
         multi_latent_attention=True, qk_layernorm=True, kind=kind or LayerKind("dsa")
     )
-    return build_module(spec.submodules.self_attention, config=config, layer_number=1)
+    return build_module(spec.submodules.self_attention, config=config, layer_number=layer_number)
 
 
 def index_by_formula(module, x, latent, uses_relu=True):
@@ -137,9 +144,9 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(
 def test_of_equal_scores_the_earliest_keys_are_chosen():
     scores = torch.tensor([[[0.0, 0.0, 2.0, 0.0, 0.0]]])
     hidden = torch.tensor([[[False, True, False, False, False]]])
-    assert chosen_keys(scores, hidden, 3).tolist() == [[[True, False, True, True, False]]]
-    assert chosen_keys(scores, hidden, 4).tolist() == [[[True, False, True, True, True]]]
-    assert chosen_keys(scores, hidden, 9).tolist() == [[[True, False, True, True, True]]]
+    assert choose_keys(scores, hidden, 3).tolist() == [[[True, False, True, True, False]]]
+    assert choose_keys(scores, hidden, 4).tolist() == [[[True, False, True, True, True]]]
+    assert choose_keys(scores, hidden, 9).tolist() == [[[True, False, True, True, True]]]
 
 
 def test_with_all_keys_chosen_it_is_attention_to_all_of_them_to_the_bit():
@@ -155,6 +162,25 @@ def test_with_all_keys_chosen_it_is_attention_to_all_of_them_to_the_bit():
     expected.square().sum().backward()
     for name, gradient in gradients(dense).items():
         assert torch.equal(gradients(sparse)[name], gradient), name
+
+
+def test_layers_that_share_keys_attend_to_the_choice_of_the_last_indexer_before_them():
+    sharing = {"num_layers": 4, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
+    config = MLATransformerConfig(**{**FIELDS, **sharing})
+    own = [not kind.shares_keys for kind in config.layer_kinds()]
+    assert own == [True, False, True, False]
+    owner, follower = (make_attention(layer_number=n, **sharing) for n in (3, 4))
+    assert not any("indexer" in name for name, _ in follower.named_parameters())
+    # The same latents of queries, so that the indexer would choose the same keys in both layers.
+    for part in ("linear_q_down_proj", "q_layernorm"):
+        getattr(follower, part).load_state_dict(getattr(owner, part).state_dict())
+    full = make_attention()
+    full.load_state_dict({**owner.state_dict(), **follower.state_dict()})
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    chosen = {}
+    found = owner(x, None, chosen_keys=chosen)[0]
+    assert_close(found, make_like(owner)(x, None)[0], EXACT, "output")
+    assert_close(follower(x, None, chosen_keys=chosen)[0], full(x, None)[0], EXACT, "output")
 
 
 def test_an_indexer_without_a_loss_is_frozen_and_one_with_it_leaves_the_model_alone():
@@ -177,6 +203,10 @@ def test_an_indexer_without_a_loss_is_frozen_and_one_with_it_leaves_the_model_al
         ({"dsa_indexer_head_dim": ROTARY - 1}, "--dsa-indexer-head-dim"),
         ({"dsa_indexer_loss_coeff": -1.0}, "--dsa-indexer-loss-coeff"),
         ({"q_lora_rank": None}, "--q-lora-rank"),
+        ({"dsa_indexer_topk_freq": 2}, "--dsa-indexer-skip-topk-offset 1"),
+        ({"num_layers": 4, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 1,
+          "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+         "layers with an indexer: 1"),
         ({"multi_latent_attention": False}, "--multi-latent-attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

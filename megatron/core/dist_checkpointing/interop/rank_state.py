@@ -22,6 +22,8 @@ from megatron.core.foundation.errors import shown
 
 MAX_NAME = 1 << 12
 """Characters of the name of a parameter, which joins the keys of nested dicts."""
+FINAL_NORM_OF_HYBRID = ("decoder.final_norm.", "decoder.final_layernorm.")
+"""Prefix of the final norm of Megatron's HybridModel, and of every other model."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ class StoredView:
         assert self.is_contiguous, self
         return replace(self, shape=tuple(shape), stride=contiguous_stride(shape))
 
+    def fill(self, into: Tensor, reader: ViewReader) -> None:
+        """Fill `into`, of this view's shape and any dtype and device, from the file."""
+        reader.verify(self.storage)
+        reader.read_strided(self, into)
+
     @property
     def is_contiguous(self) -> bool:
         """Whether elements follow each other in row-major order."""
@@ -161,8 +166,7 @@ class ViewReader:
         """Fill `into`, of the view's shape and any dtype and device, from the file."""
         if into.numel() == 0:
             return
-        self._verify(view.storage)
-        self._read(view, into)
+        view.fill(into, self)
 
     def read_full(self, view: StoredView) -> Tensor:
         """Return a new CPU tensor with the view's contents."""
@@ -170,7 +174,8 @@ class ViewReader:
         self.read(view, into)
         return into
 
-    def _read(self, view: StoredView, into: Tensor) -> None:
+    def read_strided(self, view: StoredView, into: Tensor) -> None:
+        """Fill `into` with the elements of a view, in pieces."""
         item = view.dtype.itemsize
         if view.storage.memory is not None:
             held = view.storage.memory[: view.storage.num_bytes // item * item].view(view.dtype)
@@ -199,14 +204,15 @@ class ViewReader:
             for begin, length in ((0, half), (half, view.shape[axis] - half)):
                 corner = tuple(begin if d == axis else 0 for d in range(len(spans)))
                 size = tuple(length if d == axis else n for d, n in enumerate(view.shape))
-                self._read(view.narrow((corner, size)), into.narrow(axis, begin, length))
+                self.read_strided(view.narrow((corner, size)), into.narrow(axis, begin, length))
             return
         data = torch.empty(extent * item, dtype=torch.uint8)
         file.read_into(data.numpy().data, position)
         self.bytes_read += extent * item
         into.copy_(data.view(view.dtype).as_strided(view.shape, view.stride))
 
-    def _verify(self, storage: StoredBytes) -> None:
+    def verify(self, storage: StoredBytes) -> None:
+        """Compare the bytes with their checksum, when they are first read."""
         if storage.crc32 is None or storage in self._verified:
             return
         file, found = self.file(storage.path), 0

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.flat_ranges import Box
+from megatron.core.dist_checkpointing.interop.rank_state import FINAL_NORM_OF_HYBRID
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader, read_box
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME, StoredTensor
 from megatron.core.dist_checkpointing.shard_file import DTYPES
@@ -68,6 +69,10 @@ def write_torch_dist(contents: Contents, directory: Path, *, with_optimizer: boo
             distributed optimizer stores them by parameter ("fully_reshardable").
     """
     chunks = _chunks(contents.manifest.tensors, with_optimizer=with_optimizer)
+    common_state = contents.common_state()
+    if getattr(common_state.get("args"), "hybrid_layer_pattern", None) is not None:
+        theirs, own = FINAL_NORM_OF_HYBRID
+        chunks = {key.replace(own, theirs): boxes for key, boxes in chunks.items()}
     with contents.open_reader() as reader:
         planner = _ChunkPlanner(chunks, reader)
         writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
@@ -76,7 +81,7 @@ def write_torch_dist(contents: Contents, directory: Path, *, with_optimizer: boo
                 planner.declared(), storage_writer=writer, planner=planner, no_dist=True
             )
     common = io.BytesIO()
-    torch.save(_common_state(contents.common_state(), chunks), common)
+    torch.save(_common_state(common_state, chunks), common)
     write_durably(directory / "common.pt", common.getvalue())
     write_durably(directory / METADATA_NAME, json.dumps(_METADATA).encode())
 

@@ -41,6 +41,7 @@ def build_stages(
     policy_of: Callable[[Mesh], ReductionPolicy],
     separate: Collection[nn.Parameter],
     disable_bucketing: bool,
+    is_exact: bool = False,
 ) -> list[ZeroStage]:
     """Return one buffer for each dtype, and for dense and expert parameters.
 
@@ -49,6 +50,7 @@ def build_stages(
         mesh_of: is_expert -> the ranks that hold copies.
         policy_of: mesh -> how its ranks sum gradients.
         separate: parameters with buckets of their own.
+        is_exact: gradients are exact sums; see `parameters.exact_sum`.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
     single_bucket_units = {number for number, unit in enumerate(units) if unit.is_layer}
@@ -59,6 +61,10 @@ def build_stages(
     for (dtype, is_expert, _), parameters in _by_kind(module, unit_of, quantized).items():
         mesh = mesh_of(is_expert)
         policy, grad_dtype = policy_of(mesh), torch.float32 if config.grad_reduce_in_fp32 else dtype
+        if is_exact:
+            grad_dtype = torch.float64
+            for _, parameter in parameters:
+                parameter.grad_dtype = None
         shards_gradients = config.shards_gradients and (mesh.shard_size > 1 or leaves_device)
         numels, device = [p.numel() for _, p in parameters], parameters[0][1].device
         bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)

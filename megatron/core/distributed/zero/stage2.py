@@ -28,6 +28,7 @@ from megatron.core.distributed.zero.sharded_params import ShardedParams
 from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.offload.device_copies import device_copies
+from megatron.core.parameters.exact_sum import on_grid
 from megatron.core.transport.work import AnyWork, Work
 
 
@@ -110,6 +111,8 @@ class Zero2Buffer(ZeroStage):
         if gradient is None:
             return
         full, flat = self._memory_of(bucket), gradient.reshape(-1)
+        if self._grad_dtype == torch.float64 and self.flat.dtype != torch.float64:
+            flat = on_grid(flat)
         for piece in self._pieces[bucket.number]:
             if piece.index == index:
                 begin = piece.offset - bucket.begin

@@ -1,7 +1,7 @@
 """Kernels of our own in Triton, for accelerators that Triton compiles for.
 
-**They have not been run on a GPU.** Triton's interpreter computes them on the CPU against the plain
-formulas, and its compiler translates them for each generation (`make triton`).
+Tests compare them with the plain formulas: `make gpu` on a GPU, and `make triton` in Triton's
+interpreter on the CPU, which also compiles them for each generation of GPUs.
 (P. Tillet et al., "Triton: an intermediate language and compiler for tiled neural network
 computations", MAPL 2019.)
 

@@ -1,8 +1,9 @@
-"""Adam on blocks of state as they are stored, in one pass over state, gradient and weight.
+"""Adam in one pass over state, gradient and weights.
 
-A program takes one block of 128 elements: it decodes both moments and the main weight, updates them
-in fp32, rounds them at random to their types with the bits that `optimizer.state_codec` draws for
-the same place and step, and writes the model's weight. (D. P. Kingma, J. Ba, "Adam: A Method for
+`fp32_kernel` updates fp32 state. `adam_kernel` updates blocks of state as they are stored: a
+program takes one block of 128 elements, decodes both moments and the main weight, updates them in
+fp32, rounds them at random to their types with the bits that `optimizer.state_codec` draws for the
+same place and step, and writes the model's weight. (D. P. Kingma, J. Ba, "Adam: A Method for
 Stochastic Optimization", arXiv 1412.6980; I. Loshchilov, F. Hutter, "Decoupled Weight Decay
 Regularization", arXiv 1711.05101.)
 
@@ -10,6 +11,10 @@ FP8 codes are made and read by arithmetic on bits, which every generation of GPU
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -21,6 +26,9 @@ _FP32, _BF16, _FP16, _REMAINDER = (tl.constexpr(k) for k in (FP32, BF16, FP16, R
 BLOCK = 128
 NUM_WARPS = 1
 """Four elements for each thread."""
+ELEMENTS, FP32_WARPS = 1024, 8
+"""Elements and warps of a program of `fp32_kernel`: four elements for each thread, so that loads
+of fp32 and stores of half precision have one layout and no value passes through shared memory."""
 
 
 @triton.jit
@@ -117,6 +125,89 @@ def _random_bits(place, lanes, step_bits):
 
 
 @triton.jit
+def _updated(
+    grad, first, second, main, lr, beta2, share1, share2, eps, decay, correction1, correction2,
+    DECOUPLES: tl.constexpr,
+):  # fmt: skip
+    """Return the moments and the main weight after an update, in fp32; see `adam_kernel`."""
+    if DECOUPLES:
+        main *= 1.0 - lr * decay
+    else:
+        grad += decay * main
+    first += share1 * (grad - first)
+    second = beta2 * second + share2 * grad * grad
+    main -= lr / correction1 * first / (tl.sqrt_rn(second) / correction2 + eps)
+    return first, second, main
+
+
+@triton.jit
+def _correction(step, log_beta):
+    """Return 1 - beta^step in fp32, without cancellation: a series where beta^step is near 1."""
+    x = step * log_beta
+    series = 1.0
+    for k in tl.static_range(7):
+        series = 1.0 + x / (8 - k) * series
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def fp32_kernel(
+    grad_ptr, main_ptr, first_ptr, second_ptr, weight_ptr, step_ptr, scale_ptr, refused_ptr, numel,
+    lr, beta2, share1, share2, eps, decay, log_beta1, log_beta2,
+    HAS_WEIGHT: tl.constexpr, HAS_SCALE: tl.constexpr, DECOUPLES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Update a range of a main weight and its moments, all fp32, and write the model's weight.
+
+    step, scale, refused: fp32 [], the number of this update, the divisor of the gradient, and 1 if
+    nothing may change. share1, share2: 1 - beta.
+    """
+    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    factor = 1.0
+    if HAS_SCALE:
+        numel = tl.where(tl.load(refused_ptr) == 0.0, numel, 0)
+        factor = 1.0 / tl.load(scale_ptr)
+    inside = place < numel
+    step = tl.load(step_ptr)
+    first, second, main = _updated(
+        tl.load(grad_ptr + place, mask=inside) * factor, tl.load(first_ptr + place, mask=inside),
+        tl.load(second_ptr + place, mask=inside), tl.load(main_ptr + place, mask=inside),
+        lr, beta2, share1, share2, eps, decay,
+        _correction(step, log_beta1), tl.sqrt_rn(_correction(step, log_beta2)), DECOUPLES,
+    )  # fmt: skip
+    tl.store(first_ptr + place, first, mask=inside)
+    tl.store(second_ptr + place, second, mask=inside)
+    tl.store(main_ptr + place, main, mask=inside)
+    if HAS_WEIGHT:
+        tl.store(weight_ptr + place, main.to(weight_ptr.dtype.element_ty), mask=inside)
+
+
+def update_fp32(
+    gradient: Tensor, main: Tensor, first: Tensor, second: Tensor, weight: Tensor | None,
+    step: Tensor, scaling: tuple[Tensor, Tensor] | None, settings: Mapping[str, Any],
+    decouples_decay: bool,
+) -> None:  # fmt: skip
+    """Update a main weight and its moments in place. The host waits for nothing.
+
+    Args:
+        gradient, main, first, second: fp32, contiguous, of one shape.
+        weight: the model's weight in half precision to write, of the same shape, or None.
+        step: fp32 [], the number of this update, from 1.
+        scaling: fp32 [] each, the divisor of the gradient, and 1 if nothing may change.
+        settings: lr, betas, eps, weight_decay.
+    """
+    beta1, beta2 = map(float, settings["betas"])
+    scale, refused = scaling or (step, step)
+    fp32_kernel[(triton.cdiv(main.numel(), ELEMENTS),)](
+        gradient, main, first, second, main if weight is None else weight, step, scale, refused,
+        main.numel(), float(settings["lr"]), beta2, 1.0 - beta1, 1.0 - beta2, settings["eps"],
+        settings["weight_decay"], *(math.log(b) if b else -math.inf for b in (beta1, beta2)),
+        HAS_WEIGHT=weight is not None, HAS_SCALE=scaling is not None, DECOUPLES=decouples_decay,
+        ELEMENTS=ELEMENTS, num_warps=FP32_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
 def adam_kernel(
     grad_ptr, weight_ptr, first_ptr, second_ptr, main_ptr, numel, first_place, step_bits,
     factor, lr, beta2, share1, share2, eps, decay, correction1, correction2,
@@ -144,13 +235,10 @@ def adam_kernel(
         main = ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         main = _decode(main_ptr, block, lanes, MAIN, False)
-    if DECOUPLES:
-        main *= 1.0 - lr * decay
-    else:
-        grad += decay * main
-    first += share1 * (grad - first)
-    second = beta2 * second + share2 * grad * grad
-    main -= lr / correction1 * first / (tl.sqrt_rn(second) / correction2 + eps)
+    first, second, main = _updated(
+        grad, first, second, main, lr, beta2, share1, share2, eps, decay, correction1, correction2,
+        DECOUPLES,
+    )  # fmt: skip
     first = tl.where(inside, first, 0.0)
     second = tl.where(inside, second, 0.0)
     main = tl.where(inside, main, 0.0)

@@ -114,7 +114,6 @@ class T5Model(LanguageModule):
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
                     seq_len_interpolation_factor=seq_len_interpolation_factor,
-                    use_cpu_initialization=config.use_cpu_initialization,
                     cp_group=self.pg_collection.cp,
                 )
             self._build_stacks(transformer_encoder_layer_spec, transformer_decoder_layer_spec)

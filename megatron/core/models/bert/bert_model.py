@@ -92,7 +92,6 @@ class BertModel(LanguageModule):
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
                     seq_len_interpolation_factor=seq_len_interpolation_factor,
-                    use_cpu_initialization=config.use_cpu_initialization,
                     cp_group=self.pg_collection.cp,
                 )
             self.encoder = TransformerBlock(

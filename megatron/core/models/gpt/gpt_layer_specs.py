@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -60,13 +61,18 @@ def gpt_layer_submodules(
     multi_latent_attention: bool = False,
     kind: LayerKind = ATTENTION_AND_MLP,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    fuses_norms: bool = True,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a GPT layer made of a backend's classes: dense, or with experts.
 
     Args:
         kind: mixer and MLP of the layer; with `num_experts` the MLP is a mixture of experts.
         attn_mask_type: mask of self-attention; encoders have `padding`.
+        fuses_norms: norms may be fused with the linear layers that follow them.
     """
+    if not fuses_norms:
+        backend = copy(backend)
+        backend.norm_column_linear = None
     has_latents = multi_latent_attention and kind.attends
     fused = backend.norm_column_linear
     norm = backend.norm if fused is None else IdentityOp
@@ -169,6 +175,7 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
             linear_q_proj=backend.column_linear,
             linear_q_down_proj=ReplicatedLinear,
             linear_q_up_proj=up,
+            linear_gate_proj=backend.column_linear,
             linear_kv_down_proj=ReplicatedLinear,
             linear_kv_up_proj=up,
             core_attention=backend.core_attention,
@@ -209,6 +216,7 @@ def get_gpt_layer_local_submodules(
     qk_l2_norm: bool = False,
     *,
     kind: LayerKind = ATTENTION_AND_MLP,
+    fuses_norms: bool = True,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer in plain torch.
@@ -224,6 +232,7 @@ def get_gpt_layer_local_submodules(
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
         kind=kind,
+        fuses_norms=fuses_norms,
     )
 
 
@@ -242,6 +251,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
     qk_l2_norm: bool = False,
     *,
     kind: LayerKind = ATTENTION_AND_MLP,
+    fuses_norms: bool = True,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer with the parameter names of NVIDIA Transformer Engine.
@@ -256,6 +266,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
         kind=kind,
+        fuses_norms=fuses_norms,
     )
 
 
@@ -320,6 +331,9 @@ def _specs_of(
             multi_latent_attention=config.multi_latent_attention,
             qk_l2_norm=qk_l2_norm,
             kind=kind,
+            fuses_norms=not (
+                config.share_parallel_norm or (config.reordered_norm and not kind.is_recurrent)
+            ),
         )
         for kind in sorted(set(kinds))
     }

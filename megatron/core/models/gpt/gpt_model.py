@@ -138,7 +138,6 @@ class GPTModel(LanguageModule):
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
-                    use_cpu_initialization=config.use_cpu_initialization,
                     cp_group=self.pg_collection.cp,
                 )
                 frequencies: dict[str, Any] = {
@@ -147,6 +146,7 @@ class GPTModel(LanguageModule):
                     "rope_scaling": rope_scaling,
                     "rope_scaling_factor": rope_scaling_factor,
                     "yarn": config if position_embedding_type == "yarn" else None,
+                    "longrope": config if config.rotary_short_factors else None,
                 }
                 self.rotary_pos_emb = rotary(**frequencies)
                 # A base of its own is a base without scaling.

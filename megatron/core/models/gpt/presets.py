@@ -1,4 +1,4 @@
-"""Published dense models, as data: sizes, norms, positions, vocabulary.
+"""Published models, as data: sizes, experts, norms, positions, vocabulary.
 
 Each family names its sources. `preset("llama3-8b")` returns the keyword arguments of
 `TransformerConfig` and `GPTModel`; flags or arguments in addition to a preset override it.
@@ -14,9 +14,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.activations import fast_gelu
+from megatron.core.activations import fast_gelu, quick_gelu
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.yarn import yarn_softmax_scale
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ModelPreset:
         vocab_size: vocabulary of the published embedding, without padding.
         published_parameters: number stated by the authors, or counted in the published weights.
         is_exact: the count is exact; otherwise it is the rounded number of the paper.
+        active_parameters: rounded number of parameters that process a token, with the tables of the
+            vocabulary, which some authors leave out; 0 for a dense model.
     """
 
     name: str
@@ -37,11 +40,15 @@ class ModelPreset:
     vocab_size: int
     published_parameters: int
     is_exact: bool = True
+    active_parameters: float = 0
     source: str = field(default="", compare=False)
 
     def transformer_config(self, **overrides: object) -> TransformerConfig:
         """Build the config; `overrides` add or replace fields."""
         fields = {**self.config, "unpadded_vocab_size": self.vocab_size, **overrides}
+        if self.model["position_embedding_type"] == "yarn":
+            scale = yarn_softmax_scale(fields["kv_channels"], fields["rotary_scaling_factor"])
+            fields.setdefault("softmax_scale", scale)
         return TransformerConfig(**fields)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1, multiple: int = 128) -> int:
@@ -64,12 +71,15 @@ def _add(
     vocab_size: int,
     source: str,
     is_exact: bool = True,
+    active: float = 0,
+    experts: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     config, model = family(*sizes, **options)
     _PRESETS[name] = ModelPreset(
-        name, config, model, vocab_size, parameters, is_exact=is_exact, source=source
-    )
+        name, config | (experts or {}), model, vocab_size, parameters,
+        is_exact=is_exact, active_parameters=active, source=source,
+    )  # fmt: skip
 
 
 # GPT-2 and GPT-3 -----------------------------------------------------------------------------
@@ -248,6 +258,132 @@ for _name, _sizes, _count, _tied in (
         _name, _llama, _sizes, _count, vocab_size=151936, source=_QWEN3,
         rotary_base=1_000_000.0, epsilon=1e-6, tied=_tied, qk_norm=True,
     )  # fmt: skip
+
+
+# Mixtures of experts --------------------------------------------------------------------------
+
+
+def _routed(
+    experts: int, topk: int, width: int | None, balance: str, coefficient: float, **more: object
+) -> dict[str, Any]:
+    """Routed experts in grouped products, with the balance loss of the paper."""
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": width,
+        "moe_router_load_balancing_type": balance,
+        "moe_aux_loss_coeff": coefficient,
+        "moe_grouped_gemm": True,
+        **more,
+    }
+
+
+_add(
+    "mixtral-8x7b", _llama, (32, 4096, 32, 8, 128, 14336, 32768), 46_702_792_704,
+    active=12.9e9, vocab_size=32000, source="Mixtral of Experts, section 2, arXiv 2401.04088",
+    rotary_base=1_000_000.0, experts=_routed(8, 2, None, "aux_loss", 0.02),
+)  # fmt: skip
+for _name, _sizes, _count, _active, _width in (
+    ("qwen3-30b-a3b", (48, 2048, 32, 4, 128, 6144, 32768), 30_532_122_624, 3.3e9, 768),
+    ("qwen3-235b-a22b", (94, 4096, 64, 4, 128, 12288, 32768), 235_093_634_560, 22e9, 1536),
+):
+    _add(
+        _name, _llama, _sizes, _count, active=_active, vocab_size=151936, source=_QWEN3,
+        rotary_base=1_000_000.0, epsilon=1e-6, qk_norm=True,
+        # Load balancing over the global batch, as in the report.
+        experts=_routed(128, 8, _width, "global_aux_loss", 0.001),
+    )  # fmt: skip
+
+
+def _gpt_oss(layers: int, hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sinks, a window in every second layer, clamped gates, biases, YaRN."""
+    config, model = _llama(
+        layers, hidden, 64, 8, 64, hidden, 131072, rotary_base=150_000.0, window=128
+    )
+    config |= {
+        "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+        "rotary_scaling_factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "yarn_correction_range_round_to_int": False,
+        "add_bias_linear": True,
+    }
+    return config, model | {"position_embedding_type": "yarn"}
+
+
+_GPT_OSS = "gpt-oss-120b & gpt-oss-20b Model Card, section 2, arXiv 2508.10925"
+for _name, _sizes, _count, _active, _number in (
+    # The card counts the active parameters without the embedding.
+    ("gpt-oss-20b", (24, 2880), 20_914_757_184, 3.61e9 + 0.58e9, 32),
+    ("gpt-oss-120b", (36, 2880), 116_829_156_672, 5.13e9 + 0.58e9, 128),
+):
+    _add(
+        _name, _gpt_oss, _sizes, _count, active=_active, vocab_size=201088, source=_GPT_OSS,
+        experts=_routed(_number, 4, None, "aux_loss", 0.01),
+    )  # fmt: skip
+
+
+def _latent(
+    layers: int, hidden: int, heads: int, ffn: int, *, query_rank: int | None, base: float = 1e4
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Latent attention, in the positions of the pretraining, before the context was extended."""
+    config, model = _llama(
+        layers, hidden, heads, heads, 128, ffn, 4096, rotary_base=base, epsilon=1e-6, qk_norm=True
+    )
+    del config["kv_channels"]
+    config |= {
+        "multi_latent_attention": True,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_type": "rope",
+        "rotary_base": base,
+    }
+    return config, model
+
+
+_SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.001,
+    "moe_router_dtype": "fp32",
+}
+_add(
+    "deepseek-v2-lite", _latent, (27, 2048, 16, 10944), 15_706_484_224, active=2.66e9,
+    vocab_size=102400, source="DeepSeek-V2, appendix B, arXiv 2405.04434", query_rank=None,
+    experts=_routed(
+        64, 6, 1408, "seq_aux_loss", 0.001, moe_shared_expert_intermediate_size=2816,
+        moe_layer_freq=[0] + [1] * 26, moe_router_pre_softmax=True,
+        moe_router_topk_scaling_factor=1.0,
+    ),
+)  # fmt: skip
+# The report counts 671B, 37B of them for a token, without the layer that predicts the token after
+# the next one.
+_add(
+    "deepseek-v3", _latent, (61, 7168, 128, 18432), 671_026_404_352 + 11_514_000_000,
+    active=37e9 + 1.6e9, is_exact=False, vocab_size=129280, query_rank=1536,
+    source="DeepSeek-V3 Technical Report, section 4.2, arXiv 2412.19437",
+    experts=_routed(
+        256, 8, 2048, "seq_aux_loss", 0.0001, moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq=[0] * 3 + [1] * 58, moe_router_num_groups=8, moe_router_group_topk=4,
+        moe_router_topk_scaling_factor=2.5, mtp_num_layers=1, mtp_loss_scaling_factor=0.3,
+        **_SIGMOID,
+    ),
+)  # fmt: skip
+_add(
+    "kimi-k2", _latent, (61, 7168, 64, 18432), 1_026_000_000_000,
+    active=32.9e9, is_exact=False, vocab_size=163840, query_rank=1536, base=50_000.0,
+    source="Kimi K2: Open Agentic Intelligence, section 2.3, arXiv 2507.20534",
+    experts=_routed(
+        384, 8, 2048, "seq_aux_loss", 0.0001, moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq=[0] + [1] * 60, moe_router_topk_scaling_factor=2.827, **_SIGMOID,
+    ),
+)  # fmt: skip
 
 
 def preset_names() -> list[str]:

@@ -280,9 +280,13 @@ class VisionConfig:
 
 _OF_LANGUAGE = frozenset({
     "encoder_num_layers", "softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq",
-    "qk_layernorm", "attention_output_gate", "no_rope_freq", "rotary_base_local",
+    "qk_layernorm", "qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm",
+    "softmax_scale_local", "query_scale_beta", "rotary_short_factors", "rotary_long_factors",
+    "rotary_amplitude", "share_parallel_norm", "attention_output_gate", "no_rope_freq",
+    "rotary_base_local",
     "rotary_interleaved", "mrope_section", "mrope_interleaved", "sandwich_norm",
     "use_parallel_residual", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "enable_mhc_connections",
     "attn_logit_softcapping", "final_logit_softcapping", "unpadded_vocab_size", "glu_linear_offset",
     "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
     "layernorm_zero_centered_gamma", "apply_query_key_layer_scaling", "num_moe_experts",
@@ -292,8 +296,7 @@ _OF_LANGUAGE = frozenset({
     "fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers",
     "cp_comm_type", "hierarchical_context_parallel_sizes", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "attention_chunk_size", "qk_l2_norm",
-    "v_channels", "attention_value_scale",
-    "query_scale_beta", "query_scale_interval",
+    "v_channels", "attention_value_scale", "query_scale_interval", "query_scale_without_rope",
 })  # fmt: skip
 """Fields for the language model only: the encoder's layers have the defaults."""
 

@@ -12,6 +12,7 @@ encoder, n heads, d channels of a head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class VisionBlock(TransformerBlock):
         """Documents of the whole frames of the current images."""
 
     def _options_of_layer(
-        self, layer: Any, common: dict[str, Any], local: dict[str, Any]
+        self, layer: Any, common: dict[str, Any], others: Mapping[Any, dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the arguments of one layer; full-attention layers get whole frames."""
         if layer.layer_number - 1 not in self.full_attention_layers:

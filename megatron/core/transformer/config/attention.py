@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
 from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE, SHARE
@@ -29,13 +30,23 @@ class PositionConfig:
     no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     query_scale_beta: float = 0.0
-    """Layers without rotary embedding multiply the query at position p of a document by the factor
-    1 + b ln(1 + floor((p + 1) / c)) (Llama 4; arXiv 2501.19399). This is b;
-    --query-scale-interval is c."""
-    query_scale_interval: int = flag(8192, part_of="query_scale_beta", within=POSITIVE)
-    """Number c of positions in the factor of --query-scale-beta."""
+    """Multiply the query at position p of a document by 1 + b ln(1 + floor(p / c)) with this b
+    (arXiv 2501.19399; Llama 4, Ministral 3). --query-scale-interval is c."""
+    query_scale_interval: int | None = flag(None, part_of="query_scale_beta", within=POSITIVE)
+    """Number c of positions in the factor of --query-scale-beta; None means
+    --original-max-position-embeddings."""
+    query_scale_without_rope: bool = flag(False, part_of="query_scale_beta")
+    """Scale the queries of layers without rotary embedding alone, with positions from 1 (Llama 4).
+    """
     rotary_base_local: float | None = flag(None, kind=int)
     """Base of the rotary frequencies in layers with a window; None uses the base of all layers."""
+    rotary_short_factors: list[float] | None = flag(None, nargs="+")
+    """LongRoPE (arXiv 2402.13753): divisors of the rotary frequencies, one for each pair of
+    channels, in sequences of at most --original-max-position-embeddings tokens."""
+    rotary_long_factors: list[float] | None = flag(None, nargs="+")
+    """LongRoPE: the same in longer sequences."""
+    rotary_amplitude: float = flag(1.0, within=POSITIVE)
+    """Factor on cosine and sine of the rotary embedding (LongRoPE)."""
     mrope_section: list[int] | None = flag(None, nargs="+")
     """Numbers of channel pairs of a head that rotate by a token's position in time, in height and
     in width (--position-embedding-type mrope, arXiv 2409.12191)."""
@@ -56,6 +67,11 @@ class PositionConfig:
         skips = self.no_rope_freq
         # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
         return not (skips and skips[min(layer_number, len(skips)) - 1])
+
+    def scales_queries(self, layer_number: int) -> bool:
+        """Whether a layer, by its 1-based number in the whole model, scales queries by position."""
+        rotates = self.rotates_in(layer_number)
+        return self.query_scale_beta != 0.0 and not (self.query_scale_without_rope and rotates)
 
 
 @dataclass
@@ -109,8 +125,9 @@ class LatentAttentionConfig:
     """YaRN: round the channel numbers of beta-fast and beta-slow to whole numbers."""
     mscale: float = 1.0
     """YaRN attention temperature: how strongly scores grow with the factor."""
-    mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
-    """YaRN: the same for the channels of a head without rotary embedding."""
+    mscale_all_dim: float = 0.0
+    """YaRN: the same for the channels of a head without rotary embedding. If all channels rotate,
+    scores grow by the ratio of the two temperatures."""
 
 
 def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:
@@ -142,6 +159,12 @@ class SparseAttentionConfig:
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
     earliest key."""
+    dsa_indexer_topk_freq: int = flag(1, part_of=_MIXER, within=POSITIVE)
+    """Layers that share the keys of one indexer: with N a layer has an indexer of its own if its
+    number, minus --dsa-indexer-skip-topk-offset, is a multiple of N. The layers after it attend to
+    the same keys (arXiv 2603.12201)."""
+    dsa_indexer_skip_topk_offset: int = flag(0, part_of=_MIXER, within=NOT_NEGATIVE)
+    """Number of first layers that all have an indexer of their own."""
     dsa_indexer_loss_coeff: float | None = flag(
         None,
         part_of=_MIXER,
@@ -175,6 +198,12 @@ class SparseAttentionConfig:
         """Whether a loss trains the indexer."""
         return bool(self.dsa_indexer_loss_coeff)
 
+    def shares_keys(self, layer_number: int) -> bool:
+        """Return whether a layer of sparse attention, by its 1-based number in the whole model,
+        attends to the keys that an earlier layer has chosen."""
+        number = max(layer_number - self.dsa_indexer_skip_topk_offset, 0)
+        return number % self.dsa_indexer_topk_freq != 0
+
 
 def _of_size(name: str, value: float | None, rule: str, example: float) -> ConfigError:
     spelling = "--" + name.replace("_", "-")
@@ -204,6 +233,23 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
+    kinds, layout = config.layer_kinds(), pipeline_layout(config)
+    for stage in range(len(layout.stages)):
+        layers = layout.layers(*layout.placement.location(stage))
+        first = next((layer for layer in layers if kinds[layer].is_sparse), None)
+        if first is not None and kinds[first].shares_keys:
+            own = [str(n) for n, kind in enumerate(kinds, 1)
+                   if kind.is_sparse and not kind.shares_keys]  # fmt: skip
+            yield ConfigError(
+                f"layer {first + 1}, the first with sparse attention on pipeline stage {stage + 1},"
+                " has no indexer.",
+                rule="layers share the keys that an earlier layer of their stage has chosen;"
+                f" layers with an indexer: {', '.join(own) or 'none'}",
+                flags=["--dsa-indexer-topk-freq", "--dsa-indexer-skip-topk-offset",
+                       "--pipeline-model-parallel-layout"],
+                fix="use --dsa-indexer-skip-topk-offset 1 or more, and a"
+                " --pipeline-model-parallel-layout whose stages begin with such layers",
+            )  # fmt: skip
 
 
 @dataclass

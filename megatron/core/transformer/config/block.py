@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import int_pair, layer_pattern
 from megatron.core.settings.flags import flag, no_flag
-from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
+from megatron.core.transformer.config.field_values import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
@@ -39,21 +39,51 @@ class BlockConfig:
     """Store the norm's weight minus one, so weight decay pulls towards the identity."""
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
+    qk_layernorm_across_heads: bool = flag(False, part_of="qk_layernorm")
+    """Normalise all query heads of a token together, and all key heads (OLMo 2, arXiv 2501.00656,
+    section 3; MiniMax M2)."""
+    qk_layernorm_after_rope: bool = flag(False, part_of="qk_layernorm")
+    """Normalise heads after their rotation (Hunyuan)."""
     qk_l2_norm: bool = False
     """Divide each query and key head by the root of its mean square, in layers that rotate (Llama
     4); the norm has no weights."""
     attention_output_gate: bool = False
     """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
-    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
+    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next). Latent attention has a
+    projection of its own, to a gate for each head (Ling 3)."""
+    mla_gate_by_channel: bool = flag(False, part_of="attention_output_gate")
+    """Latent attention has a gate for each channel of a head (Hunyuan 4), not for each head."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
     sandwich_norm: bool = False
     """Normalise also the output of each branch before it is added to the residual stream (CogView,
     arXiv 2105.13290, section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
+    reordered_norm: bool = False
+    """Normalise the output of each branch instead of its input, except in layers whose mixer is a
+    recurrence (OLMo 2, arXiv 2501.00656, section 3; OLMo Hybrid)."""
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
+    share_parallel_norm: bool = flag(False, part_of="use_parallel_residual")
+    """One norm precedes both branches: x + attention(norm(x)) + mlp(norm(x)) (GPT-J; Command R)."""
+    enable_mhc_connections: bool = False
+    """Keep several parallel residual streams, which each branch reads and writes with learned
+    weights: manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
+    mhc_num_residual_streams: int = flag(4, part_of="enable_mhc_connections", within=POSITIVE)
+    """Number of residual streams."""
+    mhc_sinkhorn_iterations: int = flag(20, part_of="enable_mhc_connections", within=NOT_NEGATIVE)
+    """Iterations that make the matrix that mixes the streams doubly stochastic. With 0 the streams
+    are not mixed (Hunyuan 4)."""
+    mhc_init_gating_factor: float = flag(0.01, part_of="enable_mhc_connections")
+    """Initial factor on the part of the streams' weights that depends on the token."""
+    mhc_epsilon: float = flag(1e-6, part_of="enable_mhc_connections", within=NOT_NEGATIVE)
+    """Added to the streams' weights, and to the sums that they are divided by."""
+    mhc_post_magnitude: float = flag(2.0, part_of="enable_mhc_connections", within=POSITIVE)
+    """Largest weight of a branch's output in a stream."""
+    mhc_learned_contraction: bool = flag(False, part_of="enable_mhc_connections")
+    """Learn the weights of the streams in their sum before the final norm (DeepSeek-V4). Without it
+    the sum is their mean."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
@@ -89,6 +119,8 @@ class BlockConfig:
     """Factor on the values of attention (MiMo-V2)."""
     softmax_scale: float | None = None
     """Factor on the attention logits; None means 1 / sqrt(kv_channels)."""
+    softmax_scale_local: float | None = None
+    """The same in layers with a window; None means the factor of all layers."""
     attention_softmax_in_fp32: bool = flag(True, cli_default=False)
     """Compute the unfused softmax in fp32."""
     apply_query_key_layer_scaling: bool = False
@@ -143,6 +175,35 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop one of them",
+        )
+    if config.enable_mhc_connections and (
+        config.use_parallel_residual or config.apply_residual_connection_post_layernorm
+    ):
+        yield ConfigError(
+            "enable_mhc_connections with a residual connection of another kind.",
+            rule="each branch reads its own weighted sum of the streams, and its output is added to"
+            " the streams",
+            flags=[
+                "--enable-mhc-connections",
+                "--use-parallel-residual",
+                "--apply-residual-connection-post-layernorm",
+            ],
+            fix="drop --use-parallel-residual and --apply-residual-connection-post-layernorm",
+        )
+    others = ("sandwich_norm", "use_parallel_residual", "apply_residual_connection_post_layernorm")
+    if config.reordered_norm and (given := [name for name in others if getattr(config, name)]):
+        yield ConfigError(
+            f"reordered_norm with {', '.join(given)}.",
+            rule="the norm of a branch's output replaces the norm of its input",
+            flags=["--reordered-norm", *("--" + name.replace("_", "-") for name in given)],
+            fix="drop one of them",
+        )
+    if config.qk_layernorm_across_heads and config.normalization != "RMSNorm":
+        yield ConfigError(
+            f"qk_layernorm_across_heads with normalization={config.normalization!r}.",
+            rule="tensor-parallel ranks add up the squares of their heads, but no means",
+            flags=["--qk-layernorm-across-heads", "--normalization"],
+            fix="use --normalization RMSNorm",
         )
     if config.window_size is not None and (
         len(config.window_size) != 2 or min(config.window_size) < -1

@@ -70,6 +70,10 @@ class ExpertConfig(ExpertExchangeConfig):
     """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
+    moe_activation_func_clamp_value: float | None = flag(
+        None, part_of="num_experts", within=POSITIVE
+    )
+    """Replaces --activation-func-clamp-value in routed experts (GLM-5.3, Hunyuan 4)."""
     moe_latent_size: int | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Input and output width of routed experts: tokens are projected down to it before they are
     sent to their experts, and up again afterwards. The router and shared experts read tokens in the
@@ -310,14 +314,6 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
             "--moe-router-topk",
             "--moe-router-pre-softmax",
             fix="add --moe-router-pre-softmax",
-        )
-    if config.moe_router_enable_expert_bias and is_softmax:
-        yield _problem(
-            "an expert bias with softmax scores.",
-            "the bias needs scores that do not depend on each other",
-            "--moe-router-enable-expert-bias",
-            "--moe-router-score-function",
-            fix="use --moe-router-score-function sigmoid",
         )
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
     if (groups is None) != (kept is None):

@@ -1,12 +1,14 @@
 """The mixer and MLP of each layer of a model, and the string of letters that describes them.
 
 A layer has a mixer, which moves information along the sequence, and an MLP. In a hybrid model one
-letter is one layer, which has only one of the two.
+letter is one layer, which has only one of the two; a group in brackets is one layer with both.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.core.foundation.errors import ConfigError
 
@@ -31,6 +33,8 @@ class LayerKind:
     """Cross attention to the encoder's output follows the mixer."""
     has_final_norm: bool = False
     """The layer is the last layer of the encoder: the encoder's final norm follows it."""
+    shares_keys: bool = False
+    """Its sparse attention attends to the keys that an earlier layer has chosen."""
 
     @property
     def attends(self) -> bool:
@@ -55,7 +59,7 @@ class LayerKind:
 
 ATTENTION_AND_MLP = LayerKind()
 
-KINDS = {
+LETTERS = {
     "M": LayerKind(MAMBA, NOTHING),
     "G": LayerKind(GATED_DELTA_NET, NOTHING),
     "K": LayerKind(KIMI, NOTHING),
@@ -66,8 +70,15 @@ KINDS = {
     "E": LayerKind(NOTHING, EXPERTS),
 }
 """Letters of --hybrid-layer-pattern; + is * in a model whose attention has latents."""
+KINDS = LETTERS | {
+    f"[{first}{second}]": LayerKind(mixer.mixer, mlp.mlp)
+    for first, mixer in LETTERS.items()
+    for second, mlp in LETTERS.items()
+    if mixer.mixer and mlp.mlp
+}
+"""Letters, and groups such as [*-], which are one layer with the mixer and the MLP."""
 _FLAG = "--hybrid-layer-pattern"
-_EXAMPLE = "use letters of M, G, K, D, *, +, - and E, for example M-M*-|M-M*-"
+_EXAMPLE = "use letters of M, G, K, D, *, +, - and E, for example M-M*-|M-[M-]"
 
 
 @dataclass(frozen=True)
@@ -75,23 +86,18 @@ class HybridPattern:
     """A pattern of letters, taken apart.
 
     Attributes:
-        layers: letters of the layers that predict the next token.
-        stages: the same, one string for each pipeline stage; one string if the pattern has no |.
-        later: letters of the layers that predict each later token, one string for each depth.
+        stages: the layers that predict the next token, for each pipeline stage; one stage if the
+            pattern has no |.
+        later: the layers that predict each later token, for each depth.
     """
 
-    stages: tuple[str, ...]
-    later: tuple[str, ...]
-
-    @property
-    def layers(self) -> str:
-        """Letters of all stages."""
-        return "".join(self.stages)
+    stages: tuple[tuple[LayerKind, ...], ...]
+    later: tuple[tuple[LayerKind, ...], ...]
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        return tuple(KINDS[letter] for letter in self.layers)
+        """The kind of each layer of all stages."""
+        return tuple(chain.from_iterable(self.stages))
 
     def kinds_of_depth(self, depth: int) -> tuple[LayerKind, ...]:
         """Return the kinds of the layers that predict the token `depth` positions after the next.
@@ -99,8 +105,8 @@ class HybridPattern:
         A depth without letters copies the last depth that has letters; if no depth has letters, its
         layer copies the last layer of the model.
         """
-        letters = self.later or (self.layers[-1],)
-        return tuple(KINDS[letter] for letter in letters[min(depth, len(letters)) - 1])
+        depths = self.later or (self.kinds[-1:],)
+        return depths[min(depth, len(depths)) - 1]
 
     @property
     def layers_with_experts(self) -> list[int]:
@@ -112,27 +118,36 @@ class HybridPattern:
         """The layout string of its stages; None if the pattern has no |."""
         if len(self.stages) == 1:
             return None
-        stages = ["t" * len(letters) for letters in self.stages]
+        stages = ["t" * len(kinds) for kinds in self.stages]
         return "E" + "|".join(stages) + "m" * len(self.later) + "L"
 
 
 def hybrid_pattern(text: str) -> HybridPattern:
-    """Read `M-M*-|M-M*-/*E/*E`: letters, | between pipeline stages, / before each depth of
-    multi-token prediction, which is one layer or several.
+    """Read `M-M*-|M-[M-]/*E/*E`: letters and groups, | between pipeline stages, / before each depth
+    of multi-token prediction, which is one layer or several.
 
     Raises:
-        ConfigError: a letter is unknown, or there is no letter where a layer must be.
+        ConfigError: a word is unknown, or there is no letter where a layer must be.
     """
-    main, *later = text.split("/")
-    unknown = sorted((set(main) - set("|")).union(*later) - set(KINDS))
-    if unknown or not main.strip("|") or not all(later):
+    main, *later = (re.findall(r"(?s)\[..\]|.", part) for part in text.split("/"))
+    unknown = sorted((set(main) - {"|"}).union(*later) - set(KINDS))
+    has_layers = bool(set(main) - {"|"})
+    if unknown or not has_layers or not all(later):
         raise ConfigError(
             f"hybrid_layer_pattern={text!r} has"
-            f" {', '.join(unknown) or ('no layer after /' if main.strip('|') else 'no layer')}.",
+            f" {', '.join(unknown) or ('no layer after /' if has_layers else 'no layer')}.",
             rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
-            " sparse attention, * attention, + attention with latents, - MLP, E experts; |"
-            " separates pipeline stages, / precedes the layers that predict a later token",
+            " sparse attention, * attention, + attention with latents, - MLP, E experts; [*-] is"
+            " one layer with the mixer and the MLP; | separates pipeline stages, / precedes the"
+            " layers that predict a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )
-    return HybridPattern(tuple(main.split("|")), tuple(later))
+    stages: list[list[LayerKind]] = [[]]
+    for word in main:
+        if word == "|":
+            stages.append([])
+        else:
+            stages[-1].append(KINDS[word])
+    depths = (tuple(KINDS[word] for word in depth) for depth in later)
+    return HybridPattern(tuple(map(tuple, stages)), tuple(depths))

@@ -63,6 +63,8 @@ class Block:
         if "window_size" in found:
             window = found["window_size"]
             found |= {"window_size": window and tuple(window), "window_attn_skip_freq": None}
+        if "softmax_scale" in found:
+            found["softmax_scale_local"] = None
         if heads_of_group := found.pop("n_heads_in_group", None):
             heads, rest = divmod(
                 found.get("num_attention_heads", config.num_attention_heads), heads_of_group

@@ -63,8 +63,9 @@ class LinearAttentionConfig(LayerSizesConfig):
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
-    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
-    stages, / precedes the layers that predict a later token: "M-M*-|M-M*-/*E/*E"."""
+    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts. A group such as [*-] is
+    one layer with a mixer and an MLP, | separates pipeline stages, / precedes the layers that
+    predict a later token: "M-M*-|M-[M-]/*E/*E"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_MIXER, within=POSITIVE)
     """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
@@ -76,6 +77,17 @@ class LinearAttentionConfig(LayerSizesConfig):
     linear_num_value_heads: int = flag(32, part_of=_MIXER, within=POSITIVE)
     """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
     number of value heads."""
+    linear_full_rank_gates: bool = flag(False, part_of=_MIXER)
+    """Kimi Delta Attention: project decays and output gates from tokens, without latents (Ling 3).
+    """
+    linear_decay_bound: float | None = flag(None, part_of=_MIXER)
+    """Kimi Delta Attention: least log decay b of a channel in a step, b * sigmoid(exp(A) * x) of
+    the projection x with its bias. None: -exp(A) * softplus(x), without a bound."""
+    linear_allow_neg_eigval: bool = flag(False, part_of=_MIXER)
+    """Double the write strength of Gated DeltaNet and Kimi Delta Attention, so that their state
+    transitions may have negative eigenvalues (arXiv 2411.12537)."""
+    linear_norm_epsilon: float | None = flag(None, part_of=_MIXER, within=POSITIVE)
+    """Added to the variance in the norms of heads of both; None is --norm-epsilon."""
     mamba_state_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of the state of Mamba-2."""
     mamba_head_dim: int = flag(64, part_of=_MIXER, within=POSITIVE)
@@ -186,13 +198,13 @@ def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterato
                 flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
                 fix="drop --experimental-attention-variant",
             )
-        if len(letters.layers) != num_layers:
+        if len(letters.kinds) != num_layers:
             yield ConfigError(
-                f"hybrid_layer_pattern has {len(letters.layers)} layers for a model of"
+                f"hybrid_layer_pattern has {len(letters.kinds)} layers for a model of"
                 f" {num_layers}.",
-                rule="the pattern is one letter per layer",
+                rule="the pattern is one letter, or one group in brackets, per layer",
                 flags=["--hybrid-layer-pattern", "--num-layers"],
-                fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
+                fix=f"drop --num-layers, or use --num-layers {len(letters.kinds)}",
             )
         return
     if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):

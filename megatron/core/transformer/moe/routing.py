@@ -62,9 +62,10 @@ def topk_routing(
     kind = config.moe_router_score_function
     if kind == "softmax":
         scores = torch.softmax(logits, -1)
-        ranked = scores if config.moe_router_pre_softmax else logits
+        weighed = scores if config.moe_router_pre_softmax else logits
+        ranked = weighed if expert_bias is None else scores + expert_bias
         indices = replaced(_topk_experts(ranked.detach(), k, config))
-        chosen = ranked.gather(-1, indices)
+        chosen = weighed.gather(-1, indices)
         weights = chosen if config.moe_router_pre_softmax else torch.softmax(chosen, -1)
     else:
         raw = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()

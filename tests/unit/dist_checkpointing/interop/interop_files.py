@@ -6,9 +6,11 @@ files come from torch's own writer. `tests.parity.interop` compares with the rea
 
 import json
 import math
+import re
 import warnings
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +63,32 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def halved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the keys of Megatron-LM's HybridModel of `*-*-*-*-`."""
+
+    def halves(match: re.Match[str]) -> str:
+        return f"layers.{2 * int(match[1]) + (match[2] == 'mlp')}.{match[2]}."
+
+    pattern = r"layers\.(\d+)\.(self_attention|mlp)\."
+    renamed = {re.sub(pattern, halves, name): tensor for name, tensor in tensors.items()}
+    return {name.replace("final_layernorm", "final_norm"): t for name, t in renamed.items()}
+
+
 def args() -> Namespace:
     """Return the settings that Megatron-LM stores."""
     return Namespace(num_layers=LAYERS, params_dtype=torch.float32, consumed_train_samples=SAMPLES)
 
 
-def write_torch_dist(directory: Path, *, with_optimizer: bool = True) -> Path:
-    """Write SAVE/iter_0000007 in the distributed format."""
+def write_torch_dist(
+    directory: Path, *, with_optimizer: bool = True, keys: Callable[..., Any] = stacked
+) -> Path:
+    """Write SAVE/iter_0000007 in the distributed format, under `stacked` or `halved` keys."""
     place = directory / f"iter_{ITERATION:07d}"
-    state: dict[str, Any] = dict(stacked(weights()))
+    state: dict[str, Any] = dict(keys(weights()))
     if with_optimizer:
-        state |= {f"optimizer.state.param.{n}": t for n, t in stacked(weights()).items()}
+        state |= {f"optimizer.state.param.{n}": t for n, t in keys(weights()).items()}
         for kind, tensors in moments().items():
-            state |= {f"optimizer.state.{kind}.{n}": t for n, t in stacked(tensors).items()}
+            state |= {f"optimizer.state.{kind}.{n}": t for n, t in keys(tensors).items()}
     group = {"lr": 1e-3, "wd_mult": 1.0, "step": float(STEP)}
     optimizer = {"optimizer": {"param_groups": [group]}}
     _write_distributed(place, state, args=args(), checkpoint_version=3.0, optimizer=optimizer)

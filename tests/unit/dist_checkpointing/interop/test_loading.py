@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import load_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
+from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.training.checkpointing import CheckpointContext, Checkpointer, CheckpointSettings
@@ -29,6 +31,7 @@ from tests.unit.dist_checkpointing.interop.payloads import Runs
 
 WRITERS = {
     "torch_dist": files.write_torch_dist,
+    "torch_dist, of a hybrid model": lambda d: files.write_torch_dist(d, keys=files.halved),
     "torch_dist, by buffer": files.write_by_buffer,
     "torch_dist, by buffer, te, tp 2 pp 2": lambda d: files.write_by_buffer(
         d, tp=2, pp=2, is_te=True
@@ -45,18 +48,25 @@ WRITERS = {
 }
 
 
-def parts_of(rank: int = 0, size: int = 1, *, dtype: str = "fp32") -> CheckpointContext:
-    """Return a llama and its optimizer, as one tensor-parallel rank holds them."""
+def parts_of(
+    rank: int = 0, size: int = 1, *, dtype: str = "fp32", pattern: str | None = None
+) -> CheckpointContext:
+    """Return a llama and its optimizer, as one tensor-parallel rank holds them.
+
+    Args:
+        pattern: the same model as letters.
+    """
     groups = fake_groups(tp=(rank, size))
     half: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if dtype == "bf16" else {}
     config = TransformerConfig(
-        num_layers=files.LAYERS, hidden_size=files.HIDDEN, ffn_hidden_size=files.FFN,
+        num_layers=len(hybrid_pattern(pattern).kinds) if pattern else files.LAYERS,
+        hybrid_layer_pattern=pattern, hidden_size=files.HIDDEN, ffn_hidden_size=files.FFN,
         num_attention_heads=files.HEADS, num_query_groups=files.GROUPS, normalization="RMSNorm",
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         tensor_model_parallel_size=size, **half,
     )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=files.VOCABULARY,
+        config, get_gpt_decoder_block_spec(config, False, pp_rank=0), vocab_size=files.VOCABULARY,
         max_sequence_length=8, position_embedding_type="rope", pg_collection=groups,
     )  # fmt: skip
     settings = OptimizerConfig(lr=1e-3, bf16=dtype == "bf16")
@@ -70,11 +80,17 @@ def canonical(name: str) -> str:
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
-def check(parts: CheckpointContext, rank: int, size: int) -> None:
-    """Compare weights, main weights and moments with the tensors that were stored."""
+def check(parts: CheckpointContext, rank: int, size: int, layer_of: Sequence[int] = ()) -> None:
+    """Compare weights, main weights and moments with the tensors that were stored.
+
+    Args:
+        layer_of: stored layer of each layer, if they differ.
+    """
     kinds = files.moments()
     for item in parts.optimizer.shards:
         name, parameter = canonical(item.shard.name), item.shard.parameter
+        if layer_of:
+            name = re.sub(r"(?<=layers\.)\d+", lambda layer: str(layer_of[int(layer[0])]), name)
         meta = get_param_meta(parameter)
 
         def mine(full, meta=meta):
@@ -104,6 +120,18 @@ def test_weights_and_moments_load_into_any_tensor_parallel_size(
         check(parts, rank, size)
     said = capsys.readouterr().out
     assert ("DeepSpeed, ZeRO stage" if form.startswith("ZeRO") else "Megatron-LM torch") in said
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_hybrid_model_reads_the_layers_of_a_gpt(form: str, ram_path: Path) -> None:
+    WRITERS[form](ram_path)
+    for pattern, layer_of in (
+        ("*-*-*-*-", (0, 0, 1, 1, 2, 2, 3, 3)),
+        ("[*-]*-[*-][*-]", (0, 1, 1, 2, 3)),
+    ):
+        parts = parts_of(1, 2, pattern=pattern)
+        assert Checkpointer(CheckpointSettings(load=str(ram_path)), parts).load() is not None
+        check(parts, 1, 2, layer_of)
 
 
 def test_a_half_precision_run_takes_its_main_weights_from_the_fp32_ones(ram_path: Path) -> None:

@@ -53,6 +53,20 @@ def test_weights_of_normalised_routers_add_up_to_the_scaling_factor(options):
     assert_close(total, torch.full_like(total, expected), FP32_ROUNDED_ONCE, "moe")
 
 
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_with_softmax_scores_a_bias_changes_the_choice_and_not_the_weights(pre_softmax):
+    bias, given = torch.linspace(-0.3, 0.3, 8), logits()
+    options = config(moe_router_pre_softmax=pre_softmax, moe_router_enable_expert_bias=True)
+    found = topk_routing(given, options, bias)
+    scores = given.softmax(-1)
+    best = (scores + bias).topk(3, -1).indices
+    assert found.routing_map.equal(torch.zeros(50, 8, dtype=torch.bool).scatter_(1, best, True))
+    weights = scores.gather(1, best)
+    if not pre_softmax:
+        weights = weights / weights.sum(-1, keepdim=True)
+    assert_close(found.probs.gather(1, best), weights, FP32_ROUNDED_ONCE, "moe")
+
+
 def test_a_token_visits_no_more_groups_than_allowed():
     limited = config(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4)
     assignments = topk_routing(logits(), limited).routing_map
@@ -118,7 +132,6 @@ def test_of_equal_tokens_the_first_is_kept_however_their_weights_were_rounded():
         ({"expert_tensor_parallel_size": 5}, "moe_ffn_hidden_size=32 cannot be split"),
         ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "without experts"),
         ({"moe_router_topk": 1}, "would not learn"),
-        ({"moe_router_enable_expert_bias": True}, "expert bias with softmax"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "8 experts in 3 groups"),
         ({"moe_router_num_groups": 4}, "moe_router_group_topk=None"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "from 1 groups of 2 experts"),

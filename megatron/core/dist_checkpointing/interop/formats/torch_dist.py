@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
 )
 from megatron.core.dist_checkpointing.interop.pickles import Record, load_pickle
 from megatron.core.dist_checkpointing.interop.rank_state import (
+    FINAL_NORM_OF_HYBRID,
     common_values,
     describe_layout,
     steps_in,
@@ -252,13 +253,14 @@ def _common_state(directory: Path, metadata: _Metadata) -> dict[str, Any]:
 
 
 def _own_key(key: str) -> str:
-    """Return this program's key: one optimizer, and main weights under their own name."""
+    """Return this program's key: one optimizer, main weights under their own name, and one name of
+    the final norm."""
     chain = _CHAIN.match(key)
     if chain is not None:
         key = key[chain.end() :]
     if key.startswith(_MAIN_WEIGHT):
-        return "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
-    return key
+        key = "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
+    return key.replace(*FINAL_NORM_OF_HYBRID)
 
 
 def _write(contents: Contents, directory: Path, with_optimizer: bool) -> None:

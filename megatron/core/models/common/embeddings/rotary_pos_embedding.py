@@ -63,7 +63,10 @@ class RotaryEmbedding(nn.Module):
         rotary_interleaved: pairs are neighbouring channels.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
+        use_cpu_initialization: accepted and unused; the angles are always on the step's device.
         yarn: config with YaRN's settings, or None without YaRN.
+        longrope: config with LongRoPE's settings, or None without LongRoPE (Y. Ding et al.,
+            "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", arXiv 2402.13753).
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class RotaryEmbedding(nn.Module):
         use_cpu_initialization: bool = False,
         cp_group: Group | None = None,
         yarn: TransformerConfig | None = None,
+        longrope: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
         num_channels = int(kv_channels * rotary_percent)
@@ -98,7 +102,11 @@ class RotaryEmbedding(nn.Module):
         if rope_scaling:
             inverse = scale_by_frequency_band(inverse, rope_scaling_factor)
         # Not a buffer: converting the model to half precision must not round the angles.
-        self.inv_freq = inverse if use_cpu_initialization else inverse.to(current_device())
+        self.inv_freq = inverse.to(current_device())
+        self._divisors: tuple[Tensor, Tensor] | None = None
+        if longrope is not None:
+            self._original_context = longrope.original_max_position_embeddings
+            self._divisors = _divisors(longrope, self.inv_freq)
         self._cached: tuple[tuple[int, ...], Tensor] | None = None
 
     def forward(
@@ -122,15 +130,22 @@ class RotaryEmbedding(nn.Module):
         if self._cached is None or self._cached[0] != wanted:
             rows = sequence_shard_of_rank(max_seq_len // group.size(), cp=group, sp=SINGLE_RANK)
             positions = rows.positions(self.inv_freq.device) + offset
-            self._cached = (wanted, self.freqs_of(positions))
+            self._cached = (wanted, self.freqs_of(positions, max_seq_len + offset))
         return self._cached[1]
 
-    def freqs_of(self, positions: Tensor) -> Tensor:
-        """Return the angles of the given positions [s]: [s, 1, 1, r] fp32."""
+    def freqs_of(self, positions: Tensor, length: int = 0) -> Tensor:
+        """Return the angles of the given positions [s]: [s, 1, 1, r] fp32.
+
+        Args:
+            length: of the whole sequence, which determines the divisors of LongRoPE.
+        """
         positions = positions.float()
         if self.seq_len_interpolation_factor is not None:
             positions = positions / self.seq_len_interpolation_factor
-        freqs = torch.outer(positions, self.inv_freq)
+        inverse = self.inv_freq
+        if self._divisors is not None:
+            inverse = inverse / self._divisors[length > self._original_context]
+        freqs = torch.outer(positions, inverse)
         if self.rotary_interleaved:
             freqs = freqs.repeat_interleave(2, dim=1)
         else:
@@ -156,6 +171,20 @@ class RotaryEmbedding(nn.Module):
         return length * (
             transformer_config.context_parallel_size if shared is None else shared.size()
         )
+
+
+def _divisors(config: TransformerConfig, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return LongRoPE's divisors of the frequencies [r/2], of short and of long sequences."""
+    short, long = config.rotary_short_factors or [], config.rotary_long_factors or []
+    if not len(short) == len(long) == len(inverse):
+        raise ConfigError(
+            f"{len(short)} short and {len(long)} long rotary factors for {len(inverse)} pairs of"
+            " channels.",
+            rule="each rotating pair of channels has a factor for short and for long sequences",
+            flags=["--rotary-short-factors", "--rotary-long-factors", "--rotary-percent"],
+            fix=f"give {len(inverse)} factors to both flags",
+        )
+    return inverse.new_tensor(short), inverse.new_tensor(long)
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):

@@ -217,6 +217,7 @@ class LanguageModule(MegatronModule):
             tp_group=self.tp_group,
             num_valid=self.config.unpadded_vocab_size,
             overwrite_logits=overwrite_logits,
+            units=self.config.tensor_units,
         )
         return _transposed(loss)
 

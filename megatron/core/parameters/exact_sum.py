@@ -1,0 +1,43 @@
+"""Sums whose bits do not depend on the order of their terms.
+
+Every term is rounded to a multiple of `GRID` before it is added. Sums of such multiples are exact
+in fp64 as long as they are smaller than `LIMIT`, and exact sums have no order: micro batches,
+replicas, pieces of a sequence and pipeline stages may add their gradients whenever they have them,
+in any number. The error of a term is at most GRID / 2, whatever its size.
+
+J. Demmel, H. D. Nguyen, "Parallel Reproducible Summation", section 4 (pre-rounding), IEEE
+Transactions on Computers 64(7), 2015.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GRID = 2.0**-44
+"""Gradients of a mean loss below it are rounded to 0: 5.7e-14. Adam's epsilon is 1e-8."""
+LIMIT = 2.0**8
+"""Largest magnitude of an exact sum: fp64 has 52 bits below it, one of them is left."""
+_SHIFT = 1.5 * 2.0**52 * GRID
+
+
+def on_grid(x: Tensor) -> Tensor:
+    """Return x [...] in fp64, rounded to multiples of `GRID`; NaN and infinity stay.
+
+    Adding the shift pushes all bits below the grid out of the significand.
+    """
+    return x.to(torch.float64, copy=True).add_(_SHIFT).sub_(_SHIFT)
+
+
+def row_sum(rows: Tensor) -> Tensor:
+    """Return the exact sum of the rows [t, h], fp64 [h]."""
+    return on_grid(rows).sum(0)
+
+
+def round_sums(sums: Tensor, factor: float) -> None:
+    """Multiply exact sums [...] by a factor and round them to fp32 values, in place.
+
+    A sum beyond `LIMIT` becomes NaN: its bits may depend on the order of its terms.
+    """
+    sums.masked_fill_(sums.abs() > LIMIT, torch.nan)
+    sums.copy_(sums.mul_(factor).float())

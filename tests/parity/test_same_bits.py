@@ -1,0 +1,33 @@
+"""`--layout-invariant-mode` computes the same bits in every layout."""
+
+import pytest
+
+from tests.parity.random_layouts.execution import Execution
+from tests.parity.random_layouts.outcomes import Kind
+from tests.parity.random_layouts.same_bits import cases, differences
+
+
+@pytest.mark.distributed
+def test_drawn_layouts_have_the_bits_of_one_process(tmp_path):
+    execution, of_one, num_equal = Execution(tmp_path), {}, 0
+    for case in cases(seed=5, num=12):
+        key = str(case.serial)
+        one = of_one[key] = of_one.get(key) or execution.run(case.serial)
+        assert one.kind is Kind.EQUAL, one.text
+        other = execution.run(case)
+        if other.kind is Kind.REFUSED:
+            assert "--layout-invariant-mode" in other.text
+            continue
+        assert other.kind is Kind.EQUAL, other.text
+        assert differences(one, other) == [], case
+        num_equal += 1
+    assert num_equal > 6
+
+
+@pytest.mark.distributed
+def test_without_the_mode_the_bits_depend_on_the_layout(tmp_path):
+    execution = Execution(tmp_path)
+    names = ("layout-invariant-mode", "layout-invariant-tensor-units")
+    plain = [case.without(*names) for case in cases(seed=5, num=12)]
+    split = next(case for case in plain if case.settings.get("tensor-model-parallel-size") == 2)
+    assert differences(execution.run(split.serial), execution.run(split))
