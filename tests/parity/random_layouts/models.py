@@ -94,6 +94,8 @@ LAYERS = (
     switch("query-scale-without-rope", 0.5,
            lambda s: "query-scale-beta" in s and "no-rope-freq" in s),
     switch("attention-output-gate", 0.2),
+    switch("mla-gate-by-channel", 0.5,
+           lambda s: {"attention-output-gate", "multi-latent-attention"} <= set(s)),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
     Option("v-channels", {None: 10, 6: 1, 16: 1},
            without("multi-latent-attention", "attention-output-gate")),

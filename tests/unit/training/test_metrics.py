@@ -111,6 +111,8 @@ def test_parameters_of_published_models_are_counted(name):
         " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
         "--multi-latent-attention --q-lora-rank 12",
         "--multi-latent-attention --v-head-dim 5 --attention-output-gate",
+        f"{SPARSE} --experimental-attention-variant dsa --v-head-dim 5 --attention-output-gate"
+        " --mla-gate-by-channel",
         "--mtp-num-layers 2",
         "--mtp-num-layers 2 --mtp-use-repeated-layer --num-experts 4 --moe-ffn-hidden-size 24",
         "--mtp-num-layers 1 --normalization RMSNorm --group-query-attention --num-query-groups 2",
