@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,28 @@ def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
     return torch.cat([b[i] for i in range(meta.stride) for b in blocks], meta.split_dim)
 
 
+def as_one_tensor(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the view [l, ...] of l tensors [...] that are at equal distances in one storage.
+
+    Returns:
+        None if they are elsewhere: joining them would copy them.
+    """
+    first, storage = tensors[0], tensors[0].untyped_storage()._cdata
+    begin, shape, strides = first.storage_offset(), first.shape, first.stride()
+    step = tensors[1].storage_offset() - begin if len(tensors) > 1 else first.numel()
+    if step < first.numel():
+        return None
+    for number, tensor in enumerate(tensors):
+        if (
+            tensor.storage_offset() != begin + number * step
+            or tensor.untyped_storage()._cdata != storage
+            or tensor.shape != shape
+            or tensor.stride() != strides
+        ):
+            return None
+    return first.as_strided((len(tensors), *shape), (step, *strides), begin)
+
+
 # Main gradients -----------------------------------------------------------------------------
 #
 # A data-parallel wrapper gives each parameter `main_grad`, a view into its gradient buffer, and
@@ -191,6 +214,27 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
         pieces = main_grad.view(-1).split(MIXED_SUM_ELEMENTS)
         for piece, part in zip(pieces, grad.reshape(-1).split(MIXED_SUM_ELEMENTS), strict=True):
             piece.add_(part, alpha=scale)
+
+
+def accumulate_main_grads(parameters: Sequence[Any], grads: Tensor) -> None:
+    """Add grads [l, ...] into the main gradients [...] of l parameters.
+
+    The number of launches does not depend on l.
+    """
+    main_grads = [parameter.main_grad for parameter in parameters]
+    are_fresh = [parameter.main_grad_is_fresh for parameter in parameters]
+    joined = as_one_tensor(main_grads)
+    if joined is not None and len(set(are_fresh)) == 1:
+        joined.copy_(grads) if are_fresh[0] else joined.add_(grads)
+    else:
+        # Sums of lists are one launch only if all dtypes are equal.
+        parts = grads.to(main_grads[0].dtype).unbind()
+        for is_fresh, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+            chosen = [index for index, fresh in enumerate(are_fresh) if fresh == is_fresh]
+            if chosen:
+                write([main_grads[i] for i in chosen], [parts[i] for i in chosen])
+    for parameter in parameters:
+        parameter.main_grad_is_fresh = False
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
