@@ -60,9 +60,10 @@ def grouped(model):
 
 def assert_adjacent(model):
     for part in grouped(model):
-        joined = as_one_tensor(part.weights())
-        assert joined is not None
-        assert torch.equal(joined, torch.stack(part.weights()))
+        for parameters in (part.weights(), part.biases()):
+            joined = as_one_tensor(parameters)
+            assert joined is not None
+            assert torch.equal(joined, torch.stack(parameters))
 
 
 class Views:
@@ -139,11 +140,12 @@ def check_stages(groups, stages):
             ddp = built(groups, stage, dtype)
             with Views() as views:
                 assert_same(step(ddp, num_microbatches), expected)
-                # Two products of each of two layers, in both passes of a micro batch.
+                # Two products of each of two layers, in both passes of a micro batch; gradients
+                # of weights and biases.
                 assert views.weights == [True] * 8 * num_microbatches
                 # ZeRO-2 leaves gradients in `.grad`, and copies them to buckets one by one.
                 has_main = not (is_split and stage == "optim_grads")
-                assert views.gradients == [True] * 4 * num_microbatches * has_main
+                assert views.gradients == [True] * 8 * num_microbatches * has_main
                 ddp.load_state_dict(ddp.state_dict())
                 views.weights.clear()
                 step(ddp, 1)
@@ -186,10 +188,10 @@ def test_deferred_weight_gradients_are_equal_to_the_bit():
             loss = ddp(tokens()).square().mean()
             with capture_wgrads(calls):
                 loss.backward()
-        assert views.gradients == []
+        assert views.gradients == [True] * 4  # biases are not deferred
         for call in calls:
             call()
-        assert views.gradients == [True] * 4
+        assert views.gradients == [True] * 8
     assert_same(whole_gradients(ddp), expected)
 
 

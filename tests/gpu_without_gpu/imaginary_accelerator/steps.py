@@ -31,7 +31,7 @@ class SeenStep:
     operations: Counter[str] = field(default_factory=Counter)
     """Place in the project -> operations on the accelerator."""
     copied: int = 0
-    """Bytes of expert weights that operations other than products read."""
+    """Bytes of expert weights (no biases) that operations other than products read."""
     memory: RankTrace = field(default_factory=lambda: RankTrace(0))
 
 
@@ -64,7 +64,7 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
             parameter.untyped_storage()._cdata
             for chunk in under_test.context.model
             for parameter in chunk.parameters()
-            if get_param_meta(parameter).is_expert
+            if get_param_meta(parameter).is_expert and parameter.dim() == 2
         )
         ledger.clear()
         under_test.step(seen.memory, num_microbatches)

@@ -116,8 +116,8 @@ def _by_kind(
     """Return (dtype, is_expert, is gathered in FP8) -> trained parameters.
 
     They are in the order of their units, if there are units. A parameter without elements is in no
-    buffer, because there is nothing to reduce or to update. The weights of a grouped layer are in
-    reverse: a buffer holds the last parameter first, and products read them in ascending order.
+    buffer, because there is nothing to reduce or to update. Parameters of a grouped layer are
+    in reverse: a buffer holds the last parameter first, and products read experts in order.
     """
     names = names_in_model(module)
     name_of = {p: names[name] for name, p in module.named_parameters()}
@@ -128,7 +128,7 @@ def _by_kind(
             kind = (parameter.dtype, is_expert, parameter in quantized)
             kinds.setdefault(kind, []).append((name_of[parameter], parameter))
     layers = [part for part in module.modules() if isinstance(part, GroupedLinear)]
-    layer_of = {weight: layer for layer in layers for weight in layer.weights()}
+    layer_of = {p: layer for layer in layers for p in layer.parameters(recurse=False)}
     for kind, named in kinds.items():
         runs = [(layer, list(run)) for layer, run in groupby(named, lambda n: layer_of.get(n[1]))]
         kinds[kind] = [n for layer, run in runs for n in (run[::-1] if layer else run)]

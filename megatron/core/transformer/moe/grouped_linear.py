@@ -76,8 +76,6 @@ class GroupedLinear(ParallelLayer):
                 *shape, init_method=init_method, split_dim=split_dim, stride=stride
             )
             self.register_parameter(f"weight{index}", weight)
-        self.num_gemms, self.uses_bias = num_gemms, bias
-        make_adjacent(self.weights())
         for index in range(num_gemms if bias else 0):
             added = self.new_parameter(
                 shape[0],
@@ -88,14 +86,20 @@ class GroupedLinear(ParallelLayer):
                 partial_grad_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
             )
             self.register_parameter(f"bias{index}", added)
+        self.num_gemms, self.uses_bias = num_gemms, bias
+        self._make_adjacent()
         self.quantized: list[QuantizedLinear] = []
         """The low-precision products of each weight; empty without low precision."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
         """Move or convert the layer; its weights stay adjacent in memory."""
         super()._apply(fn, recurse)
-        make_adjacent(self.weights())
+        self._make_adjacent()
         return self
+
+    def _make_adjacent(self) -> None:
+        for parameters in filter(None, (self.weights(), self.biases())):
+            make_adjacent(parameters)
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
@@ -226,6 +230,22 @@ def _add_gradients(
             add_gradient(weight, total)
 
 
+class _StackedBiases(torch.autograd.Function):
+    """Stacks biases [o] to [l, o]; one sum adds the gradients to all main gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *biases: Tensor) -> Tensor:
+        ctx.biases = biases
+        return torch.stack(biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if all(ctx.needs_input_grad) and all(map(has_main_grad, ctx.biases)):
+            accumulate_main_grads(ctx.biases, grad)
+            return (None,) * len(grad)
+        return grad.unbind()
+
+
 def rows_with_bias(
     x: Tensor,
     tokens_per_expert: Sequence[int],
@@ -235,6 +255,6 @@ def rows_with_bias(
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
     counts = counts_on_device(tokens_per_expert, x.device)
     # Gradients of padding rows are undefined; they are added to a dummy bias that is dropped.
-    stacked = F.pad(torch.stack(list(biases)), (0, 0, 0, 1))
+    stacked = F.pad(_StackedBiases.apply(*biases), (0, 0, 0, 1))
     added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))
