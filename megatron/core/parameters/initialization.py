@@ -312,26 +312,31 @@ def _reset_in_place(owner: nn.Module, reset: Callable[[], None]) -> None:
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:
     """Allocate zeros for the parameters that have no memory; adjacent ones for equal neighbours."""
-    absent = [parameter for parameter in parameters if not has_memory(parameter)]
-    for (shape, dtype, device), run in groupby(absent, lambda p: (p.shape, p.dtype, p.device)):
-        members = list(run)
-        memory = torch.zeros((len(members), *shape), dtype=dtype, device=device)
-        for parameter, values in zip(members, memory.unbind(), strict=True):
-            parameter.data = values
+    for run in _equal_neighbours(p for p in parameters if not has_memory(p)):
+        _join(run).zero_()
 
 
-@torch.no_grad()
-def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
-    """Move parameters [...] of one shape into one tensor, in order, if they have memory.
+def make_adjacent(parameters: Iterable[nn.Parameter]) -> None:
+    """Move neighbours of one shape into one tensor, in order, if they have memory.
 
     Parameters that torch shards (DTensors) stay where they are.
     """
-    if any(not has_memory(p) or hasattr(p, "to_local") for p in parameters):
-        return
-    if as_one_tensor(parameters) is None:
-        joined = torch.stack([parameter.data for parameter in parameters])
-        for parameter, values in zip(parameters, joined.unbind(), strict=True):
-            parameter.data = values
+    held = (p for p in parameters if has_memory(p) and not hasattr(p, "to_local"))
+    for run in _equal_neighbours(held):
+        if as_one_tensor(run) is None:
+            _join(run)
+
+
+def _equal_neighbours(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    for _, run in groupby(parameters, lambda p: (p.shape, p.dtype, p.device)):
+        yield list(run)
+
+
+def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+    joined = torch.stack([parameter.data for parameter in parameters])
+    for parameter, values in zip(parameters, joined.unbind(), strict=True):
+        parameter.data = values
+    return joined
 
 
 def fill_deferred_weights(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

@@ -155,25 +155,16 @@ def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
 
 
 def as_one_tensor(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the view [l, ...] of l tensors [...] that are at equal distances in one storage.
-
-    Returns:
-        None if they are elsewhere: joining them would copy them.
-    """
-    first, storage = tensors[0], tensors[0].untyped_storage()._cdata
-    begin, shape, strides = first.storage_offset(), first.shape, first.stride()
+    """Return the view [l, ...] of l tensors [...] at equal distances in one storage, else None."""
+    first, begin = tensors[0], tensors[0].storage_offset()
     step = tensors[1].storage_offset() - begin if len(tensors) > 1 else first.numel()
-    if step < first.numel():
+    layouts = {
+        (x.untyped_storage()._cdata, x.storage_offset() - number * step, x.shape, x.stride())
+        for number, x in enumerate(tensors)
+    }
+    if len(layouts) > 1 or step < first.numel():
         return None
-    for number, tensor in enumerate(tensors):
-        if (
-            tensor.storage_offset() != begin + number * step
-            or tensor.untyped_storage()._cdata != storage
-            or tensor.shape != shape
-            or tensor.stride() != strides
-        ):
-            return None
-    return first.as_strided((len(tensors), *shape), (step, *strides), begin)
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), begin)
 
 
 # Main gradients -----------------------------------------------------------------------------
@@ -217,22 +208,18 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
 
 
 def accumulate_main_grads(parameters: Sequence[Any], grads: Tensor) -> None:
-    """Add grads [l, ...] into the main gradients [...] of l parameters.
-
-    The number of launches does not depend on l.
-    """
-    main_grads = [parameter.main_grad for parameter in parameters]
+    """Add grads [l, ...] into l main gradients [...]; launches do not depend on l."""
+    totals = [parameter.main_grad for parameter in parameters]
     are_fresh = [parameter.main_grad_is_fresh for parameter in parameters]
-    joined = as_one_tensor(main_grads)
+    joined = as_one_tensor(totals)
     if joined is not None and len(set(are_fresh)) == 1:
         joined.copy_(grads) if are_fresh[0] else joined.add_(grads)
     else:
         # Sums of lists are one launch only if all dtypes are equal.
-        parts = grads.to(main_grads[0].dtype).unbind()
+        parts = grads.to(totals[0].dtype).unbind()
         for is_fresh, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
-            chosen = [index for index, fresh in enumerate(are_fresh) if fresh == is_fresh]
-            if chosen:
-                write([main_grads[i] for i in chosen], [parts[i] for i in chosen])
+            if chosen := [index for index, fresh in enumerate(are_fresh) if fresh == is_fresh]:
+                write([totals[i] for i in chosen], [parts[i] for i in chosen])
     for parameter in parameters:
         parameter.main_grad_is_fresh = False
 

@@ -44,7 +44,9 @@ from megatron.core.utils import divide
 class GroupedLinear(ParallelLayer):
     """One linear map per expert, with parameters `weight0`, `weight1`, ..., split over `expt_tp`.
 
-    The dispatcher communicates; this layer does not.
+    The dispatcher communicates; this layer does not. Weights, and biases, are adjacent in memory,
+    expert by expert, also in the buffers of `DistributedDataParallel`: kernels read them, and add
+    their gradients, as one tensor.
 
     Args:
         input_size, output_size: full sizes of one map.
@@ -87,19 +89,15 @@ class GroupedLinear(ParallelLayer):
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias
-        self._make_adjacent()
+        make_adjacent(self.parameters(recurse=False))
         self.quantized: list[QuantizedLinear] = []
         """The low-precision products of each weight; empty without low precision."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
         """Move or convert the layer; its weights stay adjacent in memory."""
         super()._apply(fn, recurse)
-        self._make_adjacent()
+        make_adjacent(self.parameters(recurse=False))
         return self
-
-    def _make_adjacent(self) -> None:
-        for parameters in filter(None, (self.weights(), self.biases())):
-            make_adjacent(parameters)
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
@@ -173,29 +171,25 @@ class _GroupedLinear(torch.autograd.Function):
         )
         trained = [i for i in range(len(weights)) if ctx.needs_input_grad[3 + i]]
         parameters = [ctx.weights[i] for i in trained]
-        compute = partial(
-            _weight_gradients, parameters, trained, grad, x, ctx.tokens_per_expert, ctx.fuses
-        )
+        compute = partial(_weight_gradients, ctx.tokens_per_expert, ctx.fuses, grad, x)
+
+        def add() -> None:
+            for weight, total in zip(parameters, compute(parameters, trained), strict=True):
+                if total is not None:
+                    add_gradient(weight, total)
+
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        if trained and not deferred_wgrad.defer_wgrad(partial(_add_gradients, parameters, compute)):
-            for index, total in zip(trained, compute(), strict=True):
+        if trained and not deferred_wgrad.defer_wgrad(add):
+            for index, total in zip(trained, compute(parameters, trained), strict=True):
                 weight_grads[index] = total
         return grad_x, None, None, *weight_grads
 
 
 def _weight_gradients(
-    weights: Sequence[Tensor],
-    trained: Sequence[int],
-    grad: Tensor,
-    x: Tensor,
-    counts: Sequence[int],
-    fuses: bool,
-) -> Sequence[Tensor | None]:
-    """Compute grad.T @ x of the experts `trained`: in the main gradients, or as new tensors [o, i].
-
-    Returns:
-        a gradient for each weight, None where it is in the main gradient.
-    """
+    counts: Sequence[int], fuses: bool, grad: Tensor, x: Tensor,
+    weights: Sequence[Tensor], trained: Sequence[int],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Compute grad.T @ x of the experts `trained`: new tensors [o, i], None for main gradients."""
     if not needs_no_host_counts(x, counts):
         pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
         return [
@@ -219,15 +213,6 @@ def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -
             main_grad_addmm(weight, fill_tiles(grad).t(), fill_tiles(rows))
         return None
     return fill_tiles(grad).t() @ fill_tiles(rows) if len(rows) else torch.zeros_like(weight)
-
-
-def _add_gradients(
-    weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
-) -> None:
-    """Compute and add deferred weight gradients."""
-    for weight, total in zip(weights, compute(), strict=True):
-        if total is not None:
-            add_gradient(weight, total)
 
 
 class _StackedBiases(torch.autograd.Function):
