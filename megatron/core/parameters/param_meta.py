@@ -231,7 +231,7 @@ def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
     return _Rows.apply(parameter, shape)
 
 
-def accumulate_main_grads(parameters: Sequence[Any], grads: Tensor) -> None:
+def accumulate_main_grads(parameters: Sequence[Tensor], grads: Tensor) -> None:
     """Add grads [l, ...] into l main gradients [...]; launches do not depend on l."""
     totals = [parameter.main_grad for parameter in parameters]
     if totals[0].dtype == torch.float64 and parameters[0].dtype != torch.float64:
