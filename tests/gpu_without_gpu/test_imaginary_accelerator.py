@@ -81,6 +81,32 @@ def first_rank(words):
     return json.loads(done.stdout)
 
 
+FINE_GRAINED = (
+    "--moe-router-topk 8 --moe-grouped-gemm --moe-ffn-hidden-size 768"
+    " --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --num-experts"
+)
+STAGE3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+
+
+@pytest.mark.parametrize("words", ["", STAGE3], ids=["ZeRO-1", "ZeRO-3"])
+def test_expert_weights_are_not_copied_and_more_experts_need_no_more_operations(words):
+    few, many = (
+        first_rank(f"{FINE_GRAINED} {n} {words} --num-layers 2 {LATER}") for n in (32, 128)
+    )
+    assert many["copied"] == few["copied"] == 0
+    products = "megatron/core/kernels/grouped_products.py"
+    # Two matrices of an expert, two passes, two layers, two micro batches.
+    assert many["operations"][f"{products}:torch_grouped_mm"] == 2 * 2 * 2 * 2
+    assert many["operations"][f"{products}:grouped_outer_products"] == 2 * 2 * 2
+    # More bytes are more buckets of a reduction, whose shards the optimizer reads.
+    by_bucket = ("megatron/core/transport/", "megatron/core/optimizer/")
+    in_passes, expected = (
+        {place: n for place, n in seen["operations"].items() if not place.startswith(by_bucket)}
+        for seen in (many, few)
+    )
+    assert in_passes == expected
+
+
 def test_sums_in_host_memory_take_none_of_the_device_and_the_host_waits_for_them():
     words = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
     seen = first_rank(f"{words} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d {LATER}")

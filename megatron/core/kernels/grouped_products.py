@@ -1,7 +1,7 @@
-"""The table of products of consecutive rows with a matrix each: functions of (x, counts, matrices).
+"""The table of products of consecutive rows with a matrix each.
 
-x is [n, i], ordered by matrix; `counts` are the rows of each; matrices are [i, o] each; the result
-is [n, o].
+Entries are functions of (x, counts, matrices, transposed). x is [n, i], ordered by matrix; `counts`
+are the rows of each matrix. Matrices are [i, o], or [o, i] if `transposed`; the result is [n, o].
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from torch import Tensor
 
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.kernels.row_counts import RowCounts, ends_of_rows
+from megatron.core.parameters.param_meta import as_one_tensor
 
 
-def torch_grouped_mm(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
-    """Multiply in one kernel: x [n, i] -> [n, o]."""
-    return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends_of_rows(counts, x.device))
+def torch_grouped_mm(
+    x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor], transposed: bool = False
+) -> Tensor:
+    """Multiply in one kernel: x [n, i] -> [n, o]. Adjacent matrices are not copied."""
+    joined = as_one_tensor(matrices)
+    if joined is None:
+        joined = torch.stack(list(matrices))
+    right = joined.transpose(1, 2) if transposed else joined
+    return F.grouped_mm(x, right, offs=ends_of_rows(counts, x.device))
 
 
 ROWS_OF_A_TILE = 32
@@ -41,12 +48,15 @@ def fill_tiles(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def loop(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+def loop(
+    x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor], transposed: bool = False
+) -> Tensor:
     """Multiply run by run: x [n, i] -> [n, o]."""
-    out = x.new_empty((x.shape[0], matrices[0].shape[1]))
+    out = x.new_empty((x.shape[0], matrices[0].shape[0 if transposed else 1]))
     begin = 0
-    for count, matrix in zip(counts, matrices, strict=True):
+    for count, given in zip(counts, matrices, strict=True):
         if count:
+            matrix = given.t() if transposed else given
             rows, result = x[begin : begin + count], out[begin : begin + count]
             filled = fill_tiles(rows)
             if filled is rows:
@@ -63,7 +73,7 @@ def _missing() -> str | None:
 
 _LOOP = Kernel("loop", loop)
 
-GROUPED_PRODUCTS: KernelTable[Callable[[Tensor, Sequence[int], Sequence[Tensor]], Tensor]] = (
+GROUPED_PRODUCTS: KernelTable[Callable[[Tensor, Sequence[int], Sequence[Tensor], bool], Tensor]] = (
     KernelTable(
         "grouped products",
         {
@@ -84,9 +94,11 @@ GROUPED_PRODUCTS: KernelTable[Callable[[Tensor, Sequence[int], Sequence[Tensor]]
 )
 
 
-def grouped_products(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
-    """Multiply the rows of each group with its matrix: x [n, i] -> [n, o]."""
-    return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run(x, counts, matrices)
+def grouped_products(
+    x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor], *, transposed: bool = False
+) -> Tensor:
+    """Multiply the rows of each group with its matrix, or its transpose: x [n, i] -> [n, o]."""
+    return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run(x, counts, matrices, transposed)
 
 
 def needs_no_host_counts(x: Tensor, counts: Sequence[int]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from megatron.core.foundation.device import seeded_generators
 from megatron.core.parameters.param_meta import (
     ParamMeta,
+    as_one_tensor,
     full_shape,
     get_param_meta,
     local_ranges,
@@ -261,13 +263,13 @@ class DeferredWeights:
         left, self._owners = self._owners, []
         for owner, own, where in left:
             if any(id(parameter) in wanted for _, parameter in own):
-                moved = [(p, p.device) for _, p in own if p.device != where]
                 allocate([parameter for _, parameter in own])
-                for parameter, _ in moved:
-                    parameter.data = parameter.data.to(where)
+                moved = [(p, p.data) for _, p in own if p.device != where]
+                for parameter, values in moved:
+                    parameter.data = values.to(where)
                 self._fill(owner, own)
-                for parameter, home in moved:
-                    parameter.data = parameter.data.to(home)
+                for parameter, values in moved:
+                    parameter.data = values.copy_(parameter.data)
             else:
                 self._owners.append((owner, own, where))
 
@@ -309,12 +311,32 @@ def _reset_in_place(owner: nn.Module, reset: Callable[[], None]) -> None:
 
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:
-    """Allocate zeros for the parameters that have no memory."""
-    for parameter in parameters:
-        if not has_memory(parameter):
-            parameter.data = torch.zeros(
-                parameter.shape, dtype=parameter.dtype, device=parameter.device
-            )
+    """Allocate zeros for the parameters that have no memory; adjacent ones for equal neighbours."""
+    for run in _equal_neighbours(p for p in parameters if not has_memory(p)):
+        _join(run).zero_()
+
+
+def make_adjacent(parameters: Iterable[nn.Parameter]) -> None:
+    """Move neighbours of one shape into one tensor, in order, if they have memory.
+
+    Parameters that torch shards (DTensors) stay where they are.
+    """
+    held = (p for p in parameters if has_memory(p) and not hasattr(p, "to_local"))
+    for run in _equal_neighbours(held):
+        if as_one_tensor(run) is None:
+            _join(run)
+
+
+def _equal_neighbours(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    for _, run in groupby(parameters, lambda p: (p.shape, p.dtype, p.device)):
+        yield list(run)
+
+
+def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+    joined = torch.stack([parameter.data for parameter in parameters])
+    for parameter, values in zip(parameters, joined.unbind(), strict=True):
+        parameter.data = values
+    return joined
 
 
 def fill_deferred_weights(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -326,4 +348,5 @@ def fill_deferred_weights(module: nn.Module, parameters: Sequence[nn.Parameter])
         weights: DeferredWeights | None = getattr(owner, _PENDING, None)
         if weights is not None:
             weights.fill(parameters)
-    allocate(parameters)
+    wanted = set(parameters)
+    allocate(parameter for parameter in module.parameters() if parameter in wanted)

@@ -155,6 +155,19 @@ def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
     return torch.cat([b[i] for i in range(meta.stride) for b in blocks], meta.split_dim)
 
 
+def as_one_tensor(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the view [l, ...] of l tensors [...] at equal distances in one storage, else None."""
+    first, begin = tensors[0], tensors[0].storage_offset()
+    step = tensors[1].storage_offset() - begin if len(tensors) > 1 else first.numel()
+    layouts = {
+        (x.untyped_storage()._cdata, x.storage_offset() - number * step, x.shape, x.stride())
+        for number, x in enumerate(tensors)
+    }
+    if len(layouts) > 1 or step < first.numel():
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), begin)
+
+
 # Main gradients -----------------------------------------------------------------------------
 #
 # A data-parallel wrapper gives each parameter `main_grad`, a view into its gradient buffer, and
@@ -216,6 +229,25 @@ class _Rows(torch.autograd.Function):
 def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
     """Expand a parameter [h] to [..., h]; its gradient is the exact sum of the rows' gradients."""
     return _Rows.apply(parameter, shape)
+
+
+def accumulate_main_grads(parameters: Sequence[Tensor], grads: Tensor) -> None:
+    """Add grads [l, ...] into l main gradients [...]; launches do not depend on l."""
+    totals = [parameter.main_grad for parameter in parameters]
+    if totals[0].dtype == torch.float64 and parameters[0].dtype != torch.float64:
+        grads = on_grid(grads)
+    are_fresh = [parameter.main_grad_is_fresh for parameter in parameters]
+    joined = as_one_tensor(totals)
+    if joined is not None and len(set(are_fresh)) == 1:
+        joined.copy_(grads) if are_fresh[0] else joined.add_(grads)
+    else:
+        # Sums of lists are one launch only if all dtypes are equal.
+        parts = grads.to(totals[0].dtype).unbind()
+        for is_fresh, write in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+            if chosen := [index for index, fresh in enumerate(are_fresh) if fresh == is_fresh]:
+                write([totals[i] for i in chosen], [parts[i] for i in chosen])
+    for parameter in parameters:
+        parameter.main_grad_is_fresh = False
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:

@@ -99,7 +99,7 @@ class GatedDeltaNet(RecurrentMixer):
         return -wide(self.A_log).exp() * steps, self.strength(strength)
 
     def strength(self, x: Tensor) -> Tensor:
-        """Return the write strengths of projections."""
+        """Return the write strengths of projections [s, b, n/tp]."""
         return wide(x).sigmoid() * (2.0 if self.config.linear_allow_neg_eigval else 1.0)
 
     def recurrence(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
 from megatron.core.kernels.vocab_softmax import RowStatistics
 from megatron.core.process_groups_config import resolve_group
@@ -58,10 +59,16 @@ def vocab_parallel_cross_entropy(
         one all-gather of three (with smoothing four) numbers per token.
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
+        ConfigError: smoothing with several units.
     """
     shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, resolve_group(tp_group, "tp"))
     if units > 1:
-        assert label_smoothing == 0.0
+        if label_smoothing:
+            raise ConfigError(
+                f"label_smoothing={label_smoothing} with layout_invariant_mode.",
+                rule="the loss of units has no mean over the vocabulary",
+                fix="drop one of them",
+            )
         return _UnitCrossEntropy.apply(
             vocab_parallel_logits, target, shard, units // shard.group.size()
         )

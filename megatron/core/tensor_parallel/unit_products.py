@@ -37,11 +37,12 @@ class Units:
     """Blocks of the split dimension; a unit is one piece of each block."""
 
     def pieces(self, x: Tensor, dim: int) -> list[Tensor]:
-        """Cut a dimension of x; piece b * count + u is the part of unit u in block b."""
+        """Cut a dimension of x [..., n, ...]: [..., n/(u b), ...] each, the part of unit j of block
+        k at k * count + j."""
         return list(x.tensor_split(self.count * self.blocks, dim))
 
     def tree(self, terms: Sequence[Tensor]) -> Tensor:
-        """Add one term per piece: over the blocks of a unit, then in a tree over the units."""
+        """Add one term [...] per piece, over the blocks of a unit, then over units in a tree."""
         count = self.count
         sums = [
             _add(terms[u + b * count] for b in range(self.blocks)) if self.blocks > 1 else terms[u]

@@ -62,6 +62,8 @@ def seen_of(run: LargeRun, rank: int) -> dict[str, Any]:
         "waits": dict(seen.waits),
         "obstacles": [[place, why, count] for (place, why), count in seen.obstacles.items()],
         "traffic": {" ".join(key): count for key, count in seen.traffic.items()},
+        "operations": dict(seen.operations),
+        "copied": seen.copied,
         "peak": peak.num_bytes,
         "kinds": {kind.value: count for kind, count in peak.kinds.items() if count},
         "when": seen.memory.peak_place,

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.setup.fake_device import fake_rank
 from megatron.training.setup.traced_memory import routed_share
@@ -27,6 +28,10 @@ class SeenStep:
     """(place, why) -> how often something happened there that a CUDA graph cannot hold."""
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(axis, operation) -> bytes that this rank gave."""
+    operations: Counter[str] = field(default_factory=Counter)
+    """Place in the project -> operations on the accelerator."""
+    copied: int = 0
+    """Bytes of expert weights (no biases) that operations other than products read."""
     memory: RankTrace = field(default_factory=lambda: RankTrace(0))
 
 
@@ -55,9 +60,16 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
     ):
         under_test = RankUnderTest(run, ModelScript(model_provider, forward_step), ledger)
         under_test.step(None, fewest_microbatches(run))
+        ledger.watched = frozenset(
+            parameter.untyped_storage()._cdata
+            for chunk in under_test.context.model
+            for parameter in chunk.parameters()
+            if get_param_meta(parameter).is_expert and parameter.dim() == 2
+        )
         ledger.clear()
         under_test.step(seen.memory, num_microbatches)
         seen.waits, seen.obstacles = Counter(ledger.waits), Counter(ledger.obstacles)
+        seen.operations, seen.copied = Counter(ledger.operations), ledger.copied.total()
         seen.traffic = bytes_by_axis(ledger.traffic, under_test.context.groups)
     seen.seconds = time.process_time() - begin
     return seen

@@ -26,6 +26,14 @@ EVENT = "the host waits for an event"
 SHAPE = "a shape depends on values"
 COPY = "host memory is copied: a replay copies what is there then, from pinned memory alone"
 RANDOM = "a random state is used that is not registered with the graph"
+_aten = torch.ops.aten
+NO_LAUNCH = {
+    _aten.detach.default, _aten.empty.memory_format, _aten.empty_like.default,
+    _aten._unsafe_view.default, _aten.lift_fresh.default, _aten.new_empty.default,
+    _aten.empty_strided.default, _aten.new_empty_strided.default,
+}  # fmt: skip
+"""Operations that are not declared as views and compute nothing."""
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"}
 AXES = ("tp", "cp", "ep", "expt_tp", "tp_ep", "pp", "dp_cp", "expt_dp", "embd", "mp", "tp_ep_pp")
 
 
@@ -50,6 +58,11 @@ class AcceleratorLedger(MemoryTimeline):
         obstacles: (place in the project, why) -> how often something happened, since the last
             `clear`, that a CUDA graph cannot hold.
         traffic: (ranks of the group, operation) -> bytes that this rank gave.
+        operations: place in the project -> operations on the accelerator that are no views, since
+            the last `clear`.
+        watched: addresses of storages of weights.
+        copied: place in the project -> bytes of these weights that an operation read which is no
+            product, since the last `clear`.
     """
 
     def __init__(self) -> None:
@@ -58,12 +71,17 @@ class AcceleratorLedger(MemoryTimeline):
         self.waits: Counter[str] = Counter()
         self.obstacles: Counter[tuple[str, str]] = Counter()
         self.traffic: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.watched: frozenset[int] = frozenset()
+        self.copied: Counter[str] = Counter()
 
     def clear(self) -> None:
         """Begin anew."""
         self.waits.clear()
         self.obstacles.clear()
         self.traffic.clear()
+        self.operations.clear()
+        self.copied.clear()
 
     def __torch_dispatch__(
         self,
@@ -82,7 +100,25 @@ class AcceleratorLedger(MemoryTimeline):
             self._copied_between(func, args, kwargs or {}, result)
         elif _draws(func, args, kwargs or {}) and _is_on_device(result):
             self.obstacles[place_in_project(), RANDOM] += 1
+        if func.namespace == "aten" and not func.is_view and func not in NO_LAUNCH:
+            self._computed(func, args, kwargs or {}, result)
         return result
+
+    def _computed(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        if not _is_on_device((args, result)):
+            return
+        self.operations[place_in_project()] += 1
+        if func._schema.name in PRODUCTS or not self.watched:
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None:  # it is read and not written
+                self.copied[place_in_project()] += sum(
+                    x.numel() * x.element_size()
+                    for x in tensors_in(value)
+                    if x.untyped_storage()._cdata in self.watched
+                )
 
     def _copied_between(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor

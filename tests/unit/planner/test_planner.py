@@ -431,7 +431,7 @@ def test_nine_of_ten_published_steps_are_in_their_intervals(
     assert np.mean(is_in[~is_moe]) >= 0.9
     # Unlike all measured rows, less is known.
     far = rows_of(hidden="1000000", heads="64", head_dim="15625", layers="4000")
-    assert predictor.interval(far)[0] > 1.25 > 1.2 > off[~is_moe].min()
+    assert np.log(predictor.interval(far)[0]) > 1.5 * np.log(off[~is_moe].min())
 
 
 def test_far_from_all_measured_steps_the_model_is_not_corrected() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.transformer.low_precision_layers import weights_of_one_scale
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 
 _TAGS_PER_BUFFER = 1 << 16
 
@@ -120,7 +122,8 @@ def _by_kind(
     """Return (dtype, is_expert, is gathered in FP8) -> trained parameters.
 
     They are in the order of their units, if there are units. A parameter without elements is in no
-    buffer, because there is nothing to reduce or to update.
+    buffer, because there is nothing to reduce or to update. Parameters of a grouped layer are
+    in reverse: a buffer holds the last parameter first, and products read experts in order.
     """
     names = names_in_model(module)
     name_of = {p: names[name] for name, p in module.named_parameters()}
@@ -130,4 +133,9 @@ def _by_kind(
             is_expert = get_param_meta(parameter).is_expert
             kind = (parameter.dtype, is_expert, parameter in quantized)
             kinds.setdefault(kind, []).append((name_of[parameter], parameter))
+    layers = [part for part in module.modules() if isinstance(part, GroupedLinear)]
+    layer_of = {p: layer for layer in layers for p in layer.parameters(recurse=False)}
+    for kind, named in kinds.items():
+        runs = [(layer, list(run)) for layer, run in groupby(named, lambda n: layer_of.get(n[1]))]
+        kinds[kind] = [n for layer, run in runs for n in (run[::-1] if layer else run)]
     return kinds

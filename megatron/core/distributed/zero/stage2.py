@@ -151,7 +151,8 @@ class Zero2Buffer(ZeroStage):
         end = 0
         for piece in self._pieces[bucket.number]:
             begin = piece.offset - bucket.begin
-            full[end:begin].zero_()
+            if begin > end:  # most pieces have no padding before them
+                full[end:begin].zero_()
             end = begin + piece.end - piece.begin
             if piece.index not in filled:
                 full[begin:end].zero_()

@@ -5,7 +5,6 @@ Legend: n rows, ordered by expert; i, o input and output features of this rank; 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,8 +27,9 @@ from megatron.core.kernels.row_counts import (
 )
 from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.quantized_linear import QuantizedLinear
+from megatron.core.parameters.initialization import make_adjacent
 from megatron.core.parameters.param_meta import (
-    accumulate_main_grad,
+    accumulate_main_grads,
     add_gradient,
     has_main_grad,
 )
@@ -44,7 +44,9 @@ from megatron.core.utils import divide
 class GroupedLinear(ParallelLayer):
     """One linear map per expert, with parameters `weight0`, `weight1`, ..., split over `expt_tp`.
 
-    The dispatcher communicates; this layer does not.
+    The dispatcher communicates; this layer does not. Weights, and biases, are adjacent in memory,
+    expert by expert, also in the buffers of `DistributedDataParallel`: kernels read them, and add
+    their gradients, as one tensor.
 
     Args:
         input_size, output_size: full sizes of one map.
@@ -87,8 +89,15 @@ class GroupedLinear(ParallelLayer):
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias
+        make_adjacent(self.parameters(recurse=False))
         self.quantized: list[QuantizedLinear] = []
         """The low-precision products of each weight; empty without low precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        """Move or convert the layer; its weights stay adjacent in memory."""
+        super()._apply(fn, recurse)
+        make_adjacent(self.parameters(recurse=False))
+        return self
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
@@ -149,7 +158,7 @@ class _GroupedLinear(torch.autograd.Function):
         # Main gradients are attributes of the parameters, which saved-tensor hooks would replace.
         ctx.weights = weights
         ctx.save_for_backward(x, *weights)
-        return grouped_products(x, tokens_per_expert, [weight.t() for weight in weights])
+        return grouped_products(x, tokens_per_expert, weights, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,36 +171,38 @@ class _GroupedLinear(torch.autograd.Function):
         )
         trained = [i for i in range(len(weights)) if ctx.needs_input_grad[3 + i]]
         parameters = [ctx.weights[i] for i in trained]
+        compute = partial(_weight_gradients, ctx.tokens_per_expert, ctx.fuses, grad, x)
+
+        def add() -> None:
+            for weight, total in zip(parameters, compute(parameters, trained), strict=True):
+                if total is not None:
+                    add_gradient(weight, total)
+
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        products = _weight_products(grad, x, ctx.tokens_per_expert, trained, ctx.fuses)
-        for index, parameter, product in zip(trained, parameters, products, strict=True):
-            later = partial(_add_weight_gradient, parameter, product)
-            if not deferred_wgrad.defer_wgrad(later):
-                weight_grads[index] = product(parameter)
+        if trained and not deferred_wgrad.defer_wgrad(add):
+            for index, total in zip(trained, compute(parameters, trained), strict=True):
+                weight_grads[index] = total
         return grad_x, None, None, *weight_grads
 
 
-_WeightGradient = Callable[[Tensor], Tensor | None]
-"""Takes a weight; adds the gradient to its main gradient, or returns the gradient."""
-
-
-def _weight_products(
-    grad: Tensor, x: Tensor, counts: Sequence[int], trained: Sequence[int], fuses: bool
-) -> list[_WeightGradient]:
-    """Return a function for each trained weight that computes its gradient."""
-    if needs_no_host_counts(x, counts):
-        of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
-        return [partial(lambda i, weight: _place(weight, of_all()[i], fuses), i) for i in trained]
-    pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
-    return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
-
-
-def _place(weight: Tensor, total: Tensor, fuses: bool) -> Tensor | None:
-    """Add a weight gradient to the main gradient (and return None), or return it."""
-    if fuses and has_main_grad(weight):
-        accumulate_main_grad(weight, total)
-        return None
-    return total
+def _weight_gradients(
+    counts: Sequence[int], fuses: bool, grad: Tensor, x: Tensor,
+    weights: Sequence[Tensor], trained: Sequence[int],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Compute grad.T @ x of the experts `trained`: new tensors [o, i], None for main gradients."""
+    if not needs_no_host_counts(x, counts):
+        pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
+        return [
+            _gradient_of_rows(*pieces[index], fuses, weight)
+            for index, weight in zip(trained, weights, strict=True)
+        ]
+    totals = grouped_outer_products(grad, x, counts)
+    if len(trained) < len(totals):
+        totals = torch.stack([totals[index] for index in trained])
+    if fuses and all(map(has_main_grad, weights)):
+        accumulate_main_grads(weights, totals)
+        return [None] * len(weights)
+    return totals.unbind()
 
 
 def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -> Tensor | None:
@@ -204,11 +215,20 @@ def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -
     return fill_tiles(grad).t() @ fill_tiles(rows) if len(rows) else torch.zeros_like(weight)
 
 
-def _add_weight_gradient(weight: Tensor, product: _WeightGradient) -> None:
-    """Compute and add a deferred weight gradient."""
-    total = product(weight)
-    if total is not None:
-        add_gradient(weight, total)
+class _StackedBiases(torch.autograd.Function):
+    """Stacks biases [o] to [l, o]; one sum adds the gradients to all main gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *biases: Tensor) -> Tensor:
+        ctx.biases = biases
+        return torch.stack(biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if all(ctx.needs_input_grad) and all(map(has_main_grad, ctx.biases)):
+            accumulate_main_grads(ctx.biases, grad)
+            return (None,) * len(grad)
+        return grad.unbind()
 
 
 def rows_with_bias(
@@ -220,6 +240,6 @@ def rows_with_bias(
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
     counts = counts_on_device(tokens_per_expert, x.device)
     # Gradients of padding rows are undefined; they are added to a dummy bias that is dropped.
-    stacked = F.pad(torch.stack(list(biases)), (0, 0, 0, 1))
+    stacked = F.pad(_StackedBiases.apply(*biases), (0, 0, 0, 1))
     added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))
