@@ -209,7 +209,7 @@ def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
 
 
 def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
-    """Return the runs among rows that the planner can predict; not those of earlier sizes."""
+    """Return the runs that the planner can predict, without variants whose sizes changed."""
     plannable = {each.name: each for each in VARIANTS if each.is_plannable}
     found = []
     for row in rows:

@@ -239,9 +239,11 @@ class Stage:
         loss, num_tokens, entry = loss_parts(
             loss_function(output), output, per_token=settings.per_token, trains=self._trains
         )
-        share = settings.exact_scale or cp_size / settings.num_microbatches
+        factor, divisor = float(cp_size), settings.num_microbatches
+        if settings.exact_scale is not None:
+            factor, divisor = settings.exact_scale, 1
         if num_tokens is None:
-            loss = loss * share
+            loss = loss * factor / divisor
         elif settings.per_token:
             total = reported.num_tokens
             counted = num_tokens.detach().to(torch.int)
@@ -255,7 +257,7 @@ class Stage:
                     num_tokens.detach().clone(), settings.cp_group
                 )
             # Without any token the loss is 0, not 0 / 0.
-            loss = loss / num_tokens.clamp(min=1) * share
+            loss = loss * factor / num_tokens.clamp(min=1) / divisor
         mtp_losses = current_step().mtp_losses
         if mtp_losses and isinstance(entry, Mapping):
             entry = {**entry, **mtp_losses}

@@ -52,8 +52,10 @@ MODULES_ELSEWHERE = {
 }
 """Class of a module in `megatron.core` that no model here has -> why."""
 _INTEGERS = "exchanges integers, which have no gradient"
+_BITS = "tests/parity/test_same_bits.py compares the bits of its layouts with one process"
 SITES_ELSEWHERE = {
     "low_precision.quantized_linear:QuantizedLinear.context": _INTEGERS,
+    "tensor_parallel.cross_entropy:_UnitCrossEntropy.forward": _BITS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
     "transformer.moe.token_dispatcher:StaticPlan.of": _INTEGERS,

@@ -2,8 +2,9 @@
 
     python -m tests.parity.random_layouts.same_bits --seed 1 --num 200 --seconds 3600
 
-Models and layouts are those of `python -m tests.parity.random_layouts`; their sizes are multiples
-of the units. Losses, norms, scalars and all weights have to be equal to the bit; settings that the
+The command draws models and layouts as `python -m tests.parity.random_layouts` does, with sizes
+that are multiples of the units. Losses, norms, scalars and all weights have to be equal to the bit;
+settings that the
 mode does not cover have to be refused.
 """
 
