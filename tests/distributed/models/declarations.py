@@ -9,6 +9,7 @@ declarations, so a test can try other declarations without another run.
 The job can also leave out the collectives of one call site: each rank keeps its own tensor.
 """
 
+import json
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,10 @@ _DELTA = dict(
     linear_value_head_dim=5,
 )  # fmt: skip
 _MAMBA = dict(mamba_num_groups=4, mamba_num_heads=8, mamba_head_dim=6, mamba_state_dim=5)
+_SIZES_BY_LAYER = json.dumps({"block_configs": [
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
+    {"attention": {"replace_with_linear": True}, "ffn": {"intermediate_size": 24}},
+]})  # fmt: skip
 _SHAPE = (
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--init-method-std",
     "0.1", "--hidden-dropout", "0", "--attention-dropout", "0",
@@ -164,6 +169,11 @@ MODELS: dict[str, Model] = {
         ("ring", "sequence", "plain", "stages"),
         {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,
          "mtp_num_layers": 1},
+    ),
+    "sizes by layer": Model(
+        ("ring", "heads", "sequence", "plain", "stages"),
+        {**_GATED, "num_query_groups": 4, "qk_l2_norm": True,
+         "heterogeneous_layers_config_encoded_json": _SIZES_BY_LAYER},
     ),
     "mixers": Model(
         _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",

@@ -34,6 +34,8 @@ NOT_COVERED = (
     "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
     "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
+    "enable-mhc-connections", "heterogeneous-layers-config-path",
+    "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
 LEFT_OUT = (
