@@ -96,7 +96,8 @@ def report(
     tokens = float(table.global_batch_size[0] * table.seq_length[0])
     lines.append(
         f"= equally good: half of all predictions are farther off; interval of {kind},"
-        f" {100 * like:.0f} % like its nearest measured run; {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
+        f" {100 * like:.0f} % like its nearest measured run;"
+        f" {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
     )
     if too_large := _too_large(found):
         lines.append(f"does not fit: {', '.join(too_large)}")
