@@ -22,6 +22,8 @@ BLOCK = 32768
 """Rows that are computed at a time: their few hundred columns fit into 100 MB."""
 CORRECTED = 2048
 """Fastest rows whose order the measured steps correct."""
+EQUALLY_GOOD = 0.05
+"""Predictions that differ by less have no order: half of the predictions are farther off."""
 MOST_GROWTH = 64
 """Largest factor on the number of GPUs that is tried if no layout fits."""
 AXES = (

@@ -10,9 +10,8 @@ import numpy as np
 
 from megatron.core.foundation.errors import ConfigError
 from megatron_lattice.planner.autofill import SAFE_SHARE
-from megatron_lattice.planner.figures import DISTINGUISHABLE
 from megatron_lattice.planner.hardware import rows_hardware
-from megatron_lattice.planner.layout_search import SearchResult, what_would_fit
+from megatron_lattice.planner.layout_search import EQUALLY_GOOD, SearchResult, what_would_fit
 from megatron_lattice.planner.layout_space import Choices
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.predictor import Predictor
@@ -86,7 +85,7 @@ def report(
         f"{'s/step':>10}{'nine of ten runs':>20}{'GiB':>7}{'MFU':>8}  layout",
     ]
     for row in range(len(chosen)):
-        group = "=" if seconds[row] <= seconds.min() * (1 + DISTINGUISHABLE) else " "
+        group = "=" if seconds[row] <= seconds.min() * (1 + EQUALLY_GOOD) else " "
         interval = f"{seconds[row] / off[row]:.3f} to {seconds[row] * off[row]:.3f}"
         lines.append(
             f"{group}{seconds[row]:>9.3f}{interval:>20}{found.memory[indices[row]] / GIB:>7.1f}"
@@ -96,8 +95,9 @@ def report(
     like = predictor.correction.similarity(table, predictor.hardware)[0]
     tokens = float(table.global_batch_size[0] * table.seq_length[0])
     lines.append(
-        f"= no measurement would distinguish these; interval of {kind}, {100 * like:.0f} % like"
-        f" its nearest measured run; {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
+        f"= equally good: half of all predictions are farther off; interval of {kind},"
+        f" {100 * like:.0f} % like its nearest measured run;"
+        f" {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
     )
     if too_large := _too_large(found):
         lines.append(f"does not fit: {', '.join(too_large)}")

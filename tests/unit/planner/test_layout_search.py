@@ -16,7 +16,7 @@ from megatron.training.rules import resolve_and_check
 from megatron.training.training import PretrainCall
 from megatron_lattice.planner.autofill import fits
 from megatron_lattice.planner.hardware import gpu_named
-from megatron_lattice.planner.layout_search import search_layouts, what_would_fit
+from megatron_lattice.planner.layout_search import EQUALLY_GOOD, search_layouts, what_would_fit
 from megatron_lattice.planner.layout_space import (
     Choices,
     divisors,
@@ -26,7 +26,7 @@ from megatron_lattice.planner.layout_space import (
 from megatron_lattice.planner.memory import model_states
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.run_workload import choices_of, settings_of_layout, workload_of_run
-from megatron_lattice.planner.search_command import Cluster, search_command
+from megatron_lattice.planner.search_command import Cluster, search_command, surest_first
 from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import ChoiceFigures, choice_figures
 from megatron_lattice.planner.workload import Workloads
@@ -126,6 +126,19 @@ def test_the_first_layout_is_the_fastest_that_fits() -> None:
     assert np.isinf(np.delete(found.seconds, found.order)).all()
     assert found.seconds[found.order[0]] == found.seconds.min()
     assert sum(found.refused.values()) > 0
+
+
+def test_of_about_equal_layouts_the_surest_is_first() -> None:
+    found = search_layouts(model_of(EXPERTS, 16), Choices(), PREDICTOR)
+    order = surest_first(found, PREDICTOR)
+    assert sorted(order) == sorted(found.order)
+    seconds = found.seconds[order]
+    num_near = int((found.seconds <= found.seconds.min() * (1 + EQUALLY_GOOD)).sum())
+    assert num_near > 1 and (seconds[num_near:] >= seconds[:num_near].max()).all()
+    near = found.table.take(order[:num_near])
+    like = np.round(PREDICTOR.correction.similarity(near, PREDICTOR.hardware), 1)
+    keys = list(zip(-like, near.context_size, near.micro_batch_size, seconds, strict=False))
+    assert keys == sorted(keys)
 
 
 def test_the_first_layout_is_as_good_as_those_that_were_published() -> None:
