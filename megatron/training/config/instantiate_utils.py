@@ -44,15 +44,13 @@ class _Keys(str, Enum):
     ARGS = "_args_"
 
 
-_MARKS = frozenset(key.value for key in _Keys)
-
-
 class TargetAllowlist:
     """The dotted names that configs may import: exact ones, and all that begin with a prefix."""
 
     def __init__(self, *prefixes: str) -> None:
-        self.allowed_prefixes, self.allowed_exact = set(prefixes), set[str]()
-        self._enabled = True
+        self.allowed_prefixes, self.allowed_exact, self._enabled = set(prefixes), set[str](), True
+        self.remove_prefix = self.allowed_prefixes.discard
+        self.add_exact, self.remove_exact = self.allowed_exact.add, self.allowed_exact.discard
 
     def add_prefix(self, prefix: str) -> None:
         """Permit all names that begin with `prefix`, which ends with a dot."""
@@ -60,20 +58,8 @@ class TargetAllowlist:
             raise ValueError(f"a prefix is a package with a dot at its end, not {prefix!r}")
         self.allowed_prefixes.add(prefix)
 
-    def remove_prefix(self, prefix: str) -> None:
-        """Undo `add_prefix`."""
-        self.allowed_prefixes.discard(prefix)
-
-    def add_exact(self, target: str) -> None:
-        """Permit one name."""
-        self.allowed_exact.add(target)
-
-    def remove_exact(self, target: str) -> None:
-        """Undo `add_exact`."""
-        self.allowed_exact.discard(target)
-
     def disable(self) -> None:
-        """Permit every name: only for configs from a trusted source."""
+        """Permit every name, for configs from a trusted source; `enable` checks names again."""
         self._enabled = False
 
     def enable(self) -> None:
@@ -109,15 +95,13 @@ def instantiate(
             strict mode does not take a key.
     """
     if type(config).__module__.startswith("omegaconf."):
-        config = require("omegaconf", purpose="a config of OmegaConf").OmegaConf.to_container(config, resolve=True)
-    if config is None:
-        return None
+        omegaconf = require("omegaconf", purpose="a config of OmegaConf").OmegaConf
+        config = omegaconf.to_container(config, resolve=True)
     if isinstance(config, Mapping):
         config = {**config, **kwargs}
-    elif not isinstance(config, list) or kwargs:
+    elif config is not None and (kwargs or not isinstance(config, list)):
         raise InstantiationException(
-            f"cannot build {type(config).__name__}: a config is a mapping, or a list without "
-            "keyword arguments"
+            f"a config is a mapping, or a list without keyword arguments, not {config!r}"
         )
     return instantiate_node(config, *args, mode=mode)
 
@@ -135,39 +119,33 @@ def instantiate_node(
         full_key: the element's place in the config, for messages.
     """
     if isinstance(node, list):
+        places = (f"{full_key}[{place}]" for place in range(len(node)))
         return [
-            instantiate_node(item, mode=mode, full_key=f"{full_key}[{place}]")
-            for place, item in enumerate(node)
+            instantiate_node(item, mode=mode, full_key=place)
+            for item, place in zip(node, places, strict=True)
         ]
     if not isinstance(node, Mapping):
         return node
     built = {
         key: instantiate_node(value, mode=mode, full_key=f"{full_key}.{key}".lstrip("."))
         for key, value in node.items()
-        if key != _Keys.TARGET.value
     }
     if not _is_target(node):
         return built
+    target = built.pop(_Keys.TARGET.value)
     calls, partial = built.pop(_Keys.CALL.value, True), built.pop(_Keys.PARTIAL.value, partial)
+    in_order = built.pop(_Keys.ARGS.value, [])
     if not isinstance(calls, bool) or not isinstance(partial, bool):
-        raise TypeError(f"_call_ and _partial_ are true or false{_at(full_key)}")
-    target = _resolve_target(node[_Keys.TARGET.value], full_key, check_callable=calls)
+        raise TypeError(f"{full_key}: _call_ and _partial_ are true or false")
+    if not isinstance(in_order, Sequence) or isinstance(in_order, str):
+        raise InstantiationException(f"{full_key}: _args_ is a list, not {in_order!r}")
+    target = _resolve_target(target, full_key, check_callable=calls)
+    if not calls and built:
+        raise InstantiationException(f"{full_key}: {target} is not called, and has {sorted(built)}")
     if not calls:
-        if built:
-            raise InstantiationException(
-                f"{_convert_target_to_string(target)} is not called, and has the arguments "
-                f"{sorted(built)}{_at(full_key)}"
-            )
         return target
-    in_order = built.pop(_Keys.ARGS.value, ())
-    if isinstance(in_order, str) or not isinstance(in_order, Sequence):
-        raise InstantiationException(f"_args_ is a list, not {in_order!r}{_at(full_key)}")
     known = _filter_kwargs_for_target(target, built, full_key, mode)
-    return _call_target(target, partial, args or tuple(in_order), known, full_key)
-
-
-def _at(full_key: str | int) -> str:
-    return f" (at {full_key})" if full_key else ""
+    return _call_target(target, partial, args or in_order, known, full_key)
 
 
 def _is_target(node: Any) -> bool:
@@ -179,24 +157,22 @@ def _resolve_target(target: Any, full_key: str | int, check_callable: bool = Tru
     if isinstance(target, str):
         if not target_allowlist.is_allowed(target):
             raise InstantiationException(
-                f"{target!r} is not a permitted target{_at(full_key)}: permitted are names that "
-                f"begin with {', '.join(sorted(target_allowlist.allowed_prefixes))}; add others "
-                "with target_allowlist.add_prefix()"
+                f"{full_key}: {target!r} is not a permitted target; names begin with "
+                f"{', '.join(sorted(target_allowlist.allowed_prefixes))}. Add others with "
+                "target_allowlist.add_prefix()"
             )
         try:
             target = _locate(target)
         except Exception as error:
-            raise InstantiationException(f"{error}{_at(full_key)}") from error
+            raise InstantiationException(f"{full_key}: {error}") from error
     if check_callable and not callable(target):
-        raise InstantiationException(f"{target!r} cannot be called{_at(full_key)}")
+        raise InstantiationException(f"{full_key}: {target!r} cannot be called")
     return target
 
 
 def _locate(path: str) -> Any:
     """Import the longest module of a dotted name, and read the rest as attributes."""
     parts = path.split(".")
-    if not all(parts):
-        raise ImportError(f"{path!r} is not a dotted name")
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])
         try:
@@ -221,17 +197,17 @@ def _filter_kwargs_for_target(
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):  # a function of C code without a signature
         return kwargs
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return kwargs
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = {p.name for p in parameters if p.kind in by_name}
-    unknown = sorted(set(kwargs) - known)
-    if unknown:
-        message = f"{_convert_target_to_string(target)} does not take {unknown}{_at(full_key)}"
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    known = {name: value for name, value in kwargs.items() if name in by_name}
+    if len(known) < len(kwargs):
+        name = _convert_target_to_string(target)
+        message = f"{full_key}: {name} does not take {sorted(set(kwargs) - by_name)}"
         if mode is InstantiationMode.STRICT:
             raise InstantiationException(message)
         logger.warning("%s: dropped", message)
-    return {name: value for name, value in kwargs.items() if name in known}
+    return known
 
 
 def _call_target(
@@ -241,14 +217,12 @@ def _call_target(
     kwargs: Mapping[str, Any],
     full_key: str,
 ) -> Any:
-    if partial:
-        return functools.partial(target, *args, **kwargs)
     try:
-        return target(*args, **kwargs)
+        call = functools.partial(target, *args, **kwargs)
+        return call if partial else call()
     except Exception as error:
-        raise InstantiationException(
-            f"{_convert_target_to_string(target)} failed{_at(full_key)}: {error!r}"
-        ) from error
+        name = _convert_target_to_string(target)
+        raise InstantiationException(f"{full_key}: {name} failed: {error!r}") from error
 
 
 def _convert_target_to_string(target: Any) -> Any:
