@@ -119,13 +119,14 @@ class ConfigContainerBase:
         return instance
 
     @classmethod
-    def from_yaml(
-        cls, yaml_path: str, mode: InstantiationMode = InstantiationMode.LENIENT
-    ) -> Self:
+    def from_yaml(cls, yaml_path: str, mode: InstantiationMode = InstantiationMode.LENIENT) -> Self:
         """Build a container from a YAML file; interpolations of OmegaConf are resolved."""
-        loaded = require("yaml", purpose=_FILES).safe_load(Path(yaml_path).read_text())
-        omegaconf = require("omegaconf", purpose=_FILES).OmegaConf
-        return cls.from_dict(omegaconf.to_container(omegaconf.create(loaded), resolve=True), mode)
+        text = Path(yaml_path).read_text()
+        loaded = require("yaml", purpose=_FILES).safe_load(text)
+        if "${" in text:
+            omegaconf = require("omegaconf", purpose="an interpolation").OmegaConf
+            loaded = omegaconf.to_container(omegaconf.create(loaded), resolve=True)
+        return cls.from_dict(loaded, mode)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the public fields and `_target_`; nested dataclasses are mappings, too."""

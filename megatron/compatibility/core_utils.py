@@ -22,7 +22,6 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.step_context.context import current_step
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -93,11 +92,6 @@ def jit_fuser(function: _Function) -> _Function:
 def apply_module(m: _Function, *, check_subclass: bool = True) -> _Function:
     """Return the module unchanged: it is called as the function that it is."""
     return m
-
-
-def is_checkpointing() -> bool:
-    """Return whether a layer runs whose activations are recomputed in the backward pass."""
-    return current_step().is_checkpointed
 
 
 def do_nothing(*_: object, **__: object) -> None:
@@ -356,8 +350,7 @@ def nvtx_decorator(
 FP8_TENSOR_CLASS: tuple[type, ...] = ()
 """Classes of parameters that are stored in 8 bits; empty, because weights are cast when used."""
 HAVE_TE_FP8_TENSOR_CLASS = False
-HAVE_FA3 = False
-"""Release 3 of FlashAttention is not called by name: --attention-backend chooses kernels."""
+HAVE_FA3 = False  # --attention-backend chooses kernels
 
 
 class CudaGraphScope(enum.Enum):

@@ -268,7 +268,11 @@ def safe_get_rank() -> int:
 
 def safe_get_world_size() -> int:
     """Return the number of processes, which the launcher sets before they are connected."""
-    return dist.get_world_size() if dist.is_initialized() else _launched("WORLD_SIZE", "SLURM_NTASKS", 1)
+    return (
+        dist.get_world_size()
+        if dist.is_initialized()
+        else _launched("WORLD_SIZE", "SLURM_NTASKS", 1)
+    )
 
 
 def get_local_rank_preinit() -> int:

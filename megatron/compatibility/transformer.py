@@ -31,6 +31,7 @@ from megatron.core.process_groups_config import (
     resolve_group,
     resolve_groups,
 )
+from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.backend import LocalBackend
@@ -424,3 +425,8 @@ def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[in
         return []
     layout = pipeline_layout(config)
     return [pp_ranks[layout.placement.location(layout.mtp_stage)[0]]]
+
+
+def is_checkpointing() -> bool:
+    """Return whether a layer runs whose activations are recomputed in the backward pass."""
+    return current_step().is_checkpointed

@@ -18,7 +18,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from megatron.core.foundation.optional_imports import require
@@ -26,7 +26,7 @@ from megatron.core.foundation.optional_imports import require
 logger = logging.getLogger(__name__)
 
 
-class InstantiationException(Exception):  # noqa: N818  Megatron's name
+class InstantiationException(Exception):
     """A config cannot be built; the message names the target and its place in the config."""
 
 
@@ -37,7 +37,7 @@ class InstantiationMode(Enum):
     LENIENT = "lenient"
 
 
-class _Keys(str, Enum):
+class _Keys(StrEnum):
     TARGET = "_target_"
     CALL = "_call_"
     PARTIAL = "_partial_"

@@ -90,7 +90,18 @@ def _of_dense_parts(scatter: Any) -> Any:
 @functools.cache
 def install() -> None:
     """Put the modules where imports look for them; call it before the library is imported."""
-    import megatron.core.extensions.transformer_engine  # noqa: F401  looks for the real library
+    from megatron.core.extensions import transformer_engine  # looks for the real library
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import backend
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # Specs of the library for single models name these classes; others take the local ones anyway.
+    transformer_engine.TEColumnParallelLinear = ColumnParallelLinear
+    transformer_engine.TERowParallelLinear = RowParallelLinear
+    transformer_engine.TELayerNormColumnParallelLinear = backend.TELayerNormColumnParallelLinear
+    transformer_engine.TEDotProductAttention = DotProductAttention
+    transformer_engine.TENorm = WrappedTorchNorm
 
     compute_cuda_calls_on_host()
     torch.distributed.scatter = _of_dense_parts(torch.distributed.scatter)
