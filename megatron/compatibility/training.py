@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core import parallel_state
+from megatron.core import distributed, parallel_state
 from megatron.core.context_parallel import partition
 from megatron.core.datasets.gpt_dataset import attention_mask, document_starts
 from megatron.core.foundation import device
@@ -25,7 +25,7 @@ from megatron.core.settings.flags import from_args
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives, torch_collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.data import DataSettings
 from megatron.training.config.resolved import pad_vocabulary
@@ -168,6 +168,37 @@ def get_ltor_masks_and_position_ids(
         positions = positions - starts
     seen = starts if given.get("reset_attention_mask") else torch.zeros_like(data[:1])
     return attention_mask(seen), loss_mask, positions.clone()
+
+
+def _ddp_wrap(
+    model: Sequence[nn.Module],
+    data_parallel_random_init: bool,
+    ddp_config: distributed.DistributedDataParallelConfig,
+    overlap_param_gather_with_optimizer_step: bool,
+    use_megatron_fsdp: bool = False,
+    use_torch_fsdp2: bool = False,
+    *,
+    pg_collection: ProcessGroupCollection,
+) -> list[nn.Module]:
+    """Return the chunks in the data-parallel wrapper that the options choose.
+
+    Raises:
+        ConfigError: `use_megatron_fsdp`; the error names the replacement.
+    """
+    kind = "TorchFullyShardedDataParallel" if use_torch_fsdp2 else "DistributedDataParallel"
+    # The first name has no definition: its call raises the error.
+    wrapper = getattr(distributed, "FullyShardedDataParallel" if use_megatron_fsdp else kind)
+    plain = overlap_param_gather_with_optimizer_step
+    wrapped: list[Any] = [
+        wrapper(
+            get_model_config(chunk), ddp_config, chunk, disable_bucketing=plain or place > 0,
+            pg_collection=pg_collection,
+        )
+        for place, chunk in enumerate(model)
+    ]  # fmt: skip
+    for chunk in wrapped if data_parallel_random_init else ():
+        chunk.broadcast_params()
+    return wrapped
 
 
 def core_transformer_config_from_yaml(args: Namespace, _: str = "language_model") -> Any:

@@ -49,33 +49,19 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 class LocalSpecProvider:
-    """The classes of a backend, each as the result of a method, as Megatron's providers have it."""
-
-    backend = LocalBackend
+    """The local classes, each as the result of a method, as Megatron's providers have them."""
 
     def column_parallel_linear(self) -> Any:
         """Return the linear layer that is split along its output."""
-        return self.backend.column_linear
+        return LocalBackend.column_linear
 
     def row_parallel_linear(self) -> Any:
         """Return the linear layer that is split along its input."""
-        return self.backend.row_linear
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """Return whether a norm and the linear layer after it are one layer."""
-        return self.backend.norm_column_linear is not None
-
-    def column_parallel_layer_norm_linear(self) -> Any:
-        """Return that layer, or None."""
-        return self.backend.norm_column_linear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Any:
-        """Return the norm, whose config chooses LayerNorm or RMSNorm."""
-        return self.backend.norm
+        return LocalBackend.row_linear
 
     def core_attention(self) -> Any:
         """Return the softmax attention."""
-        return self.backend.core_attention
+        return LocalBackend.core_attention
 
 
 def mamba_layer_submodules(

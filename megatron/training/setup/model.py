@@ -75,10 +75,7 @@ def build_model(
             `vp_stage`, `config`, `pg_collection` and `run`.
     """
     config = copy.copy(run.transformer_config)  # each model sets its own callbacks in it
-    # A model with sharded parameters need not fit into memory: it is filled unit by unit.
-    sharded = run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
-    with_memory = not wrap_with_ddp or not (sharded or run.ddp.use_torch_fsdp2)
-    chunks = build_chunks(config, provider, groups, with_memory=with_memory, run=run)
+    chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
     if run.lora.lora_rank is not None:
         add_adapters(chunks, run.lora, groups)
     announce_size(chunks, groups)
@@ -88,25 +85,26 @@ def build_model(
 
 
 def build_chunks(
+    run: ResolvedRun,
     config: TransformerConfig,
     provider: ModelProvider,
     groups: ProcessGroupCollection,
     *,
-    with_memory: bool = True,
-    run: ResolvedRun | None = None,
+    wrap_with_ddp: bool,
 ) -> list[nn.Module]:
-    """Call the provider, see `build_model`, for each chunk of this rank.
+    """Call the provider for each chunk of this rank.
 
-    Args:
-        with_memory: allocate the parameters.
     Raises:
         ConfigError: the provider does not return modules, or cannot build several chunks.
     """
     layout, pp_rank = pipeline_layout(config), groups.pp.rank()
-    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
+    # A model with sharded parameters need not fit into memory: it is filled unit by unit.
+    shards_parameters = run.ddp.use_torch_fsdp2
+    shards_parameters |= run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
     chunks = []
     for vp_stage in range(num_chunks) if num_chunks > 1 else (None,):
-        with nullcontext() if with_memory else parameters_without_memory():
+        with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
             chunk = _call_with_known(
                 provider,
                 pre_process=layout.has_embedding(pp_rank, vp_stage),

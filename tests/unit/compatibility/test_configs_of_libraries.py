@@ -1,4 +1,4 @@
-"""Configs that Megatron-Bridge writes, reads and builds models from."""
+"""Configs that Megatron-Bridge writes and reads, and its wrapper of models."""
 
 import functools
 import os
@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_softmax_scale
@@ -31,10 +29,7 @@ from megatron.training.config.instantiate_utils import (
     instantiate,
 )
 from megatron.training.config.utils import sanitize_dataclass_config
-from megatron.training.models.base import ModelConfig
-from megatron.training.models.dist_utils import unimodal_build_distributed_models
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
+from megatron.training.models.dist_utils import _ddp_wrap
 
 STRICT = InstantiationMode.STRICT
 LAYERS = {
@@ -186,86 +181,14 @@ def test_settings_can_be_derived_from_and_have_defaults_of_their_own(monkeypatch
     assert DistributedInitConfig().local_rank == 3
 
 
-def gpt_config(**changes) -> GPTModelConfig:
-    transformer = TransformerConfig(**LAYERS)
-    options = {"vocab_size": 50, "seq_length": 16, "position_embedding_type": "rope"}
-    return GPTModelConfig(transformer=transformer, **(options | changes))
-
-
-def test_a_model_config_has_the_attributes_of_its_layers():
-    config = gpt_config()
-    config.num_layers = 3
-    config.seq_length = 8
-    assert (config.transformer.num_layers, config.num_layers, config.seq_length) == (3, 3, 8)
-    with pytest.raises(AttributeError, match="invented"):
-        config.invented  # noqa: B018  asking is the claim
-
-
-def test_a_model_config_is_the_same_after_its_mapping():
-    config = gpt_config(should_pad_vocab=True)
-    written = config.as_dict()
-    assert written["_builder_"] == "megatron.training.models.gpt.GPTModelBuilder"
-    again = ModelConfig.from_dict(written)
-    assert type(again) is GPTModelConfig
-    assert again.get_builder_cls() is GPTModelBuilder
-    assert again.as_dict() == written
-
-
-def test_the_builder_makes_the_model_that_the_class_itself_makes():
-    groups, seen = ProcessGroupCollection.single(), []
-    config = gpt_config(
-        should_pad_vocab=True,
-        make_vocab_size_divisible_by=64,
-        transformer_layer_spec=lambda config: get_gpt_layer_local_spec(),
-        pre_wrap_hooks=[lambda chunks: seen.append(("before", type(chunks[0])))],
-        post_wrap_hooks=[lambda chunks: seen.append(("after", type(chunks[0])))],
-    )
-    (chunk,) = GPTModelBuilder(config).build_distributed_models(
-        groups, DistributedDataParallelConfig(), data_parallel_random_init=True
-    )
-    assert seen == [("before", GPTModel), ("after", DistributedDataParallel)]
-    plain = GPTModel(
-        config.transformer, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16,
-        position_embedding_type="rope", share_embeddings_and_output_weights=True,
-        pg_collection=groups,
-    )  # fmt: skip
-    built = chunk.module.state_dict()
-    assert {name: value.shape for name, value in built.items() if value is not None} == {
-        name: value.shape for name, value in plain.state_dict().items() if value is not None
-    }
-    assert chunk.module.model_type is ModelType.encoder_or_decoder
-
-
-def test_a_hybrid_config_builds_the_layers_of_its_pattern():
-    transformer = TransformerConfig(**LAYERS, normalization="RMSNorm", add_bias_linear=False)
-    config = HybridModelConfig(
-        transformer=transformer, vocab_size=64, seq_length=16, hybrid_layer_pattern="*-"
-    )
-    groups = ProcessGroupCollection.single()
-    (chunk,) = HybridModelBuilder(config).build_distributed_models(groups, wrap_with_ddp=False)
-    assert len(chunk.decoder.layers) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"vocab_size": None}, "no vocab_size"),
-        ({"restore_modelopt_state": True}, "restore_modelopt_state"),
-        ({"use_transformer_engine_op_fuser": True}, "use_transformer_engine_op_fuser"),
-    ],
-)
-def test_settings_without_an_effect_are_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        GPTModelBuilder(gpt_config(**changes)).build_model(ProcessGroupCollection.single())
-
-
-def test_the_other_sharding_wrapper_is_refused_with_its_replacement():
-    config, groups = gpt_config(), ProcessGroupCollection.single()
+def test_the_wrapper_of_other_shards_is_refused_with_its_replacement():
+    groups, layer = ProcessGroupCollection.single(), torch.nn.Linear(2, 2)
+    layer.config = TransformerConfig(**LAYERS)
+    options = ([layer], True, DistributedDataParallelConfig(), False)
+    (wrapped,) = _ddp_wrap(*options, pg_collection=groups)
+    assert isinstance(wrapped, DistributedDataParallel)
     with pytest.raises(ConfigError, match="data-parallel-sharding-strategy"):
-        unimodal_build_distributed_models(
-            GPTModelBuilder(config).build_model, config.transformer, groups,
-            DistributedDataParallelConfig(), use_megatron_fsdp=True,
-        )  # fmt: skip
+        _ddp_wrap(*options, use_megatron_fsdp=True, pg_collection=groups)
 
 
 def test_yarn_of_a_decoder_is_read_under_megatrons_names():

@@ -548,11 +548,10 @@ def test_a_backends_classes_are_the_results_of_its_methods():
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     backend = LocalSpecProvider()
     assert backend.column_parallel_linear() is ColumnParallelLinear
     assert backend.row_parallel_linear() is RowParallelLinear
-    assert not backend.fuse_layernorm_and_linear()
-    assert backend.column_parallel_layer_norm_linear() is None
-    assert isinstance(backend.layer_norm(), type)
+    assert backend.core_attention() is DotProductAttention
     assert MambaLayerSubmodules(mixer=int, norm=str).self_attention is int
