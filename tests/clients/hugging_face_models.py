@@ -69,9 +69,6 @@ FAMILIES = {
         SHAPE | ROUTED | {"num_experts": 4, "num_shared_experts": 1, "router_scaling_factor": 2.5,
                           "first_k_dense_replace": 1, "mlp_layer_types": DENSE_FIRST},
     ),
-    "exaone4": ("Exaone4Config", SHAPE | {
-        "sliding_window": 7, "sliding_window_pattern": 2, "pad_token_id": None,
-        "tie_word_embeddings": True}),
     "olmoe": ("OlmoeConfig", SHAPE | {
         "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": (
