@@ -390,13 +390,12 @@ class SelfAttention(Attention):
         in_parts = in_parts or self.config.attention_output_gate or bool(self.config.v_channels)
         in_parts = in_parts or self.config.attention_value_scale != 1.0
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
-        how = {
-            "interleaved": self.config.rotary_interleaved,
-            "fuses": self.config.apply_rope_fusion,
-        }
+        config = self.config
+        how = {"interleaved": config.rotary_interleaved, "fuses": config.apply_rope_fusion}
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
+            cached = () if positions is None else (positions,)  # overrides need not take them
             query, key, *others = self.get_query_key_value_tensors(
-                hidden_states, key_value_states, positions
+                hidden_states, key_value_states, *cached
             )
             if angles is not None and self.uses_rotary:
                 if cos is None or sin is None:

@@ -74,6 +74,7 @@ from megatron.core.transformer.config.stages import (
     overlap_f_b_problems,
 )
 from megatron.core.transformer.norm import NORMS
+from megatron.core.transformer.yarn import derive_yarn
 from megatron.core.utils import best_divisor
 
 
@@ -250,6 +251,7 @@ def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 _DERIVATIONS: tuple[Callable[[Any], None], ...] = (
     derive_virtual_stages,
     derive_shape,
+    derive_yarn,
     derive_maximal_update,
     derive_initialization,
     derive_recompute,
