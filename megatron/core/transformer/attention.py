@@ -64,6 +64,9 @@ class Attention(MegatronModule):
     Args:
         layer_number: 1-based number of the layer in the whole model.
         attn_mask_type: type of the mask; specs of decoders pass `causal`.
+
+    Attributes:
+        num_late_inputs: number of tensors that `after_core` reads.
     """
 
     pg_collection: ProcessGroupCollection
@@ -91,6 +94,7 @@ class Attention(MegatronModule):
         self.softmax_scale = config.softmax_scale
         if config.softmax_scale_local and config.window_of(layer_number) is not None:
             self.softmax_scale = config.softmax_scale_local
+        self.num_late_inputs = int(config.attention_output_gate)
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -243,8 +247,8 @@ class Attention(MegatronModule):
                 s, b = query.shape[:2]
                 positions = self.positions_of(s, query.device, packed_seq_params, b)
             query = query * factor_by_position(positions, self.config).to(query.dtype)
-        split = len(others) - self.config.attention_output_gate
-        extra, gate = others[:split], others[split:]
+        split = len(others) - self.num_late_inputs
+        extra, late = others[:split], others[split:]
         sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
         if context is not None:
             entries = self.extra_cache_entries(extra)
@@ -254,7 +258,7 @@ class Attention(MegatronModule):
                 chunk = self.config.chunk_of(self.layer_number)
                 hidden = context.masked_keys(core.window(self.attn_mask_type)[0], chunk)
                 attended = core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
-                return self.linear_proj(gated(attended, *gate))
+                return self.linear_proj(self.after_core(attended, *late))
 
         def attend(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
             query, key, value, *extra = tensors
@@ -277,9 +281,18 @@ class Attention(MegatronModule):
             with offloading(self.config.offloads("core_attn"), self.core_attention):
                 attended = attend(*given)
         self.drop_query_key_value(attended)
-        attended = gated(attended, *gate)
+        attended = self.after_core(attended, *late)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
+
+    def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
+        """Return the input of `linear_proj` [s, b, w] from the output of the core.
+
+        Args:
+            late: the last `num_late_inputs` tensors of `get_query_key_value_tensors`; here the
+                output gate, if there is one.
+        """
+        return gated(attended, *late)
 
     def positions_of(
         self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int
