@@ -39,6 +39,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.indexer import IndexerSubmodules
 from megatron.core.transformer.multi_latent_attention import (
     LatentRotary,
@@ -150,7 +151,7 @@ class Compressor(ReplicatedLinear):
         if self.overlaps:
             # The first half of the channels belongs to the entry of the window after it.
             (earlier, latents), (others, logits) = latents.chunk(2, -1), logits.chunk(2, -1)
-            earlier, others = (F.pad(x[:-1], (0, 0) * 3 + (1, 0)) for x in (earlier, others))
+            earlier, others = (F.pad(x, (0, 0) * 3 + (1, 0))[:-1] for x in (earlier, others))
             others = others.masked_fill(~windows.follows.t()[:, None, :, None], float("-inf"))
             latents, logits = torch.cat((earlier, latents), 1), torch.cat((others, logits), 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -218,27 +219,27 @@ class CompressedAttention(SparseAttention):
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias}
         rule = "a compressed entry stands for several keys"
         refuse_given("CompressedAttention", given, rule=rule, fix="leave it out")
-        cp, b = self.context_groups.cp, query.shape[1]
-        total = query.shape[0] * cp.size()
-        count = total // self.ratio if self.ratio else 0
-        if count == 0 and cp.size() == 1:
+        if self.compressor is None:
             return DotProductAttention.forward(
                 self, query, key, value, None, attn_mask_type, None, packed_seq_params
             )
+        cp, b = self.context_groups.cp, query.shape[1]
+        total = query.shape[0] * cp.size()
+        count = total // self.ratio
         mask_type = attn_mask_type or self.attn_mask_type
         options = self._options(query, mask_type, packed_seq_params, None, None)
         if options.max_logits is not None:
             query, key = without_padding(query, key, packed_seq_params)
         keys = whole_sequence(key, cp)
-        entries, index_entries = keys[:0], None
-        if count and projected is not None:
-            windows = Windows.of(total, self.ratio, options.mask.document_ids, query.device)
-            entries = self._entries(self.compressor, whole_sequence(projected, cp), windows)
-            entries = copy_to_tensor_model_parallel_region(entries, self.pg_collection.tp)
-            entries = entries.unsqueeze(2)
-            if self.indexer is not None and index_projected is not None:
-                whole = whole_sequence(index_projected, cp)
-                index_entries = self._entries(self.indexer.linear_wk, whole, windows)
+        index_entries = None
+        assert projected is not None
+        windows = Windows.of(total, self.ratio, options.mask.document_ids, query.device)
+        entries = self._entries(self.compressor, whole_sequence(projected, cp), windows)
+        entries = copy_to_tensor_model_parallel_region(entries, self.pg_collection.tp)
+        entries = entries.unsqueeze(2)
+        if self.indexer is not None and index_projected is not None:
+            whole = whole_sequence(index_projected, cp)
+            index_entries = self._entries(self.indexer.linear_wk, whole, windows)
         spec = self._spec(options, count + total)
 
         def attend(
@@ -248,11 +249,9 @@ class CompressedAttention(SparseAttention):
         ) -> tuple[Tensor, Tensor]:  # fmt: skip
             last = first + len(keys)
             hidden = hidden_keys(spec, begin, end, last, slice(None), query.device, first)
-            if count:
-                of_entries = windows.hidden(begin, end, len(entries))
-                batch = max(len(hidden), len(of_entries))
-                both = (of_entries, hidden)
-                hidden = torch.cat([x.expand(batch, -1, -1) for x in both], -1)
+            of_entries = windows.hidden(begin, end, len(entries))
+            batch = max(len(hidden), len(of_entries))
+            hidden = torch.cat([x.expand(batch, -1, -1) for x in (of_entries, hidden)], -1)
             joined = torch.cat((entries, keys))
             return attend_rows(
                 query, index_query, index_weights, joined, joined, index_entries, sink, None,
@@ -269,7 +268,7 @@ class CompressedAttention(SparseAttention):
         for local, rows in self._blocks(query.shape[0], size):
             ((begin, end),) = rows.ranges
             first, last = key_range(begin, end, total, options.mask.window)
-            seen = end // self.ratio if count else 0
+            seen = end // self.ratio
             if spec.keep_mask is not None:  # dropout is drawn for all keys
                 first, seen = 0, count
             own = None if counted is None else counted[:, local]
@@ -360,20 +359,13 @@ class GroupedProjection(ParallelLayer):
         return torch.einsum("sbgi,gri->sbgr", heads, weight).flatten(-2)
 
 
-@dataclass
-class CompressedSelfAttentionSubmodules(MLASelfAttentionSubmodules):
-    """Parts of the attention around its core."""
-
-    linear_group_proj: ModuleSpec | type | Any = None
-
-
 class CompressedSelfAttention(MLASelfAttention):
     """Projections around `CompressedAttention`: queries from a latent, one key for all heads, and
     the low-rank output projection of groups of heads."""
 
     core_attention: CompressedAttention
 
-    def build_projections(self, submodules: CompressedSelfAttentionSubmodules) -> None:
+    def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the projections."""
         config, heads = self.config, self.config.num_attention_heads
         head, rank = config.v_head_dim, config.q_lora_rank
@@ -393,7 +385,8 @@ class CompressedSelfAttention(MLASelfAttention):
         self.linear_q_up_proj = self.linear(
             submodules.linear_q_up_proj, rank, heads * head, **column
         )
-        self.head_norm = L2Norm(head, of_norms["eps"] or config.layernorm_epsilon)
+        norm = L2Norm if config.qk_layernorm else IdentityOp
+        self.head_norm = norm(head, of_norms["eps"] or config.layernorm_epsilon)
         self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, head
         )

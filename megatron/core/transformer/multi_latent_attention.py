@@ -73,6 +73,7 @@ class MLASelfAttentionSubmodules:
     linear_kv_down_proj: ModuleSpec | type | Any = None
     linear_kv_up_proj: ModuleSpec | type | Any = None
     core_attention: ModuleSpec | type | Any = None
+    linear_group_proj: ModuleSpec | type | Any = None
     linear_proj: ModuleSpec | type | Any = None
     q_layernorm: ModuleSpec | type | Any = None
     kv_layernorm: ModuleSpec | type | Any = None

@@ -169,9 +169,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             sum_over_ranks=self._sum_over_heads,
         )
 
-    def _with_loss(
-        self, attended: Tensor, losses: Sequence[Tensor], counted: Tensor | None
-    ) -> Tensor:
+    def _with_loss(self, attended: Tensor, losses: list[Tensor], counted: Tensor | None) -> Tensor:
         """Attach the loss of the indexer, a mean over queries, to the output [s/cp, b, n*e].
 
         Args:

@@ -20,7 +20,6 @@ from megatron.core.transformer.compressed_attention import (
     CompressedAttention,
     CompressedAttentionSubmodules,
     CompressedSelfAttention,
-    CompressedSelfAttentionSubmodules,
     Compressor,
     GroupedProjection,
 )
@@ -221,6 +220,7 @@ def _compressed_attention(
     kind: LayerKind, backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType
 ) -> ModuleSpec:
     """Attention to a window and to compressed entries, which an indexer may choose."""
+    norm = backend.norm if qk_layernorm else IdentityOp
     compressor = ModuleSpec(module=Compressor, params={"ratio": kind.compress_ratio})
     core = CompressedAttentionSubmodules(
         linear_wq_b=ReplicatedLinear,
@@ -232,15 +232,15 @@ def _compressed_attention(
     return ModuleSpec(
         module=CompressedSelfAttention,
         params={"attn_mask_type": mask_type},
-        submodules=CompressedSelfAttentionSubmodules(
+        submodules=MLASelfAttentionSubmodules(
             linear_q_down_proj=ReplicatedLinear,
             linear_q_up_proj=backend.column_linear,
             linear_kv_down_proj=ReplicatedLinear,
             linear_group_proj=GroupedProjection,
             linear_proj=backend.row_linear,
             core_attention=ModuleSpec(module=CompressedAttention, submodules=core),
-            q_layernorm=backend.norm,
-            kv_layernorm=backend.norm,
+            q_layernorm=norm,
+            kv_layernorm=norm,
         ),
     )
 

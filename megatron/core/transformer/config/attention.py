@@ -152,11 +152,12 @@ _NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every de
 class CompressedAttentionConfig:
     """Attention to a window and to compressed entries (DeepSeek-V4, section 2.3)."""
 
-    csa_compress_ratios: list[int] | None = flag(
-        None, parse=layer_pattern, type_text="list expr", part_of=_COMPRESSED
+    csa_compress_ratios: int | list[int] | None = flag(
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_COMPRESSED
     )
-    """Tokens of a compressed entry in each layer of the variant dsv4_hybrid, such as
-    [0]*2+[4,128]*20. A layer of ratio 0 attends to its window alone (--window-size)."""
+    """Tokens of a compressed entry in the layers of the variant dsv4_hybrid: one number, or a
+    number for each layer, such as [0]*2+[4,128]*20. A layer of ratio 0 attends to its window alone
+    (--window-size)."""
     csa_indexed_ratio: int = flag(4, part_of=_COMPRESSED, within=POSITIVE)
     """Ratio of the layers whose entries overlap and whose queries attend to the
     --dsa-indexer-topk entries that an indexer chooses (CSA). In layers of other ratios queries
@@ -171,7 +172,9 @@ class CompressedAttentionConfig:
     def compress_ratio(self, layer_number: int) -> int:
         """Return the tokens of a compressed entry of a layer, by its 1-based number in the whole
         model; 0 without entries."""
-        ratios = self.csa_compress_ratios or [0]
+        ratios = self.csa_compress_ratios or 0
+        if isinstance(ratios, int):
+            return ratios
         # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
         return ratios[min(layer_number, len(ratios)) - 1]
 
@@ -243,10 +246,11 @@ def _of_size(name: str, value: float | None, rule: str, example: float) -> Confi
 
 def _compressed_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers that attend to compressed entries."""
-    ratios = config.csa_compress_ratios
-    if ratios is None or len(ratios) != config.num_layers or min(ratios) < 0 or 1 in ratios:
+    given = config.csa_compress_ratios
+    ratios = [given] * config.num_layers if isinstance(given, int) else given or []
+    if len(ratios) != config.num_layers or min(ratios) < 0 or 1 in ratios:
         yield ConfigError(
-            f"csa_compress_ratios={ratios} for {config.num_layers} layers.",
+            f"csa_compress_ratios={given} for {config.num_layers} layers.",
             rule="each layer has a ratio: 0, or 2 and more",
             flags=["--csa-compress-ratios", "--num-layers"],
             fix=f'use --csa-compress-ratios "[0]*{config.num_layers}"',
@@ -270,21 +274,20 @@ def _compressed_attention_problems(config: TransformerConfig) -> Iterator[Megatr
             fix=f"use --o-groups {tp}",
         )
     wrong = {
-        "--window-size": config.window_size is None,
-        "--qk-layernorm": not config.qk_layernorm,
         "--qk-clip": config.qk_clip,
         "--attention-output-gate": config.attention_output_gate,
         "--attention-chunk-size": config.attention_chunk_size is not None,
         "--no-rope-freq": config.no_rope_freq is not None,
+        "--linear-attention-freq": config.linear_attention_freq is not None,
         "--dsa-indexer-topk-freq": config.dsa_indexer_topk_freq > 1,
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
         yield ConfigError(
-            f"experimental_attention_variant=dsv4_hybrid with a wrong {', '.join(found)}.",
-            rule="its layers rotate their heads, norm queries and keys, attend to a window and"
-            " choose entries by themselves; norms bound the scores",
+            f"experimental_attention_variant=dsv4_hybrid with {', '.join(found)}.",
+            rule="all layers are of this kind, have an indexer of their own and rotate; heads have"
+            " no gates, and one key that cannot be scaled for each of them",
             flags=["--experimental-attention-variant", *found],
-            fix="add --window-size 127,0 --qk-layernorm, and drop the others",
+            fix=f"drop {', '.join(found)}",
         )
 
 

@@ -105,6 +105,11 @@ class LinearAttentionConfig(LayerSizesConfig):
     """Least and largest step size of Mamba-2."""
 
     @property
+    def has_compressed_attention(self) -> bool:
+        """Whether the layers attend to a window and to compressed entries."""
+        return self.experimental_attention_variant == COMPRESSED_ATTENTION
+
+    @property
     def pattern(self) -> HybridPattern | None:
         """The letters of the layers; None without them.
 
