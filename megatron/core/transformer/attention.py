@@ -64,9 +64,6 @@ class Attention(MegatronModule):
     Args:
         layer_number: 1-based number of the layer in the whole model.
         attn_mask_type: type of the mask; specs of decoders pass `causal`.
-
-    Attributes:
-        num_late_inputs: number of tensors that `after_core` reads.
     """
 
     pg_collection: ProcessGroupCollection
@@ -126,14 +123,8 @@ class Attention(MegatronModule):
     def linear(self, spec: object, rows: int, columns: int, **options: object) -> Any:
         """Build a linear layer from its spec."""
         options.setdefault("init_method", self.config.init_method)
-        return build_module(
-            spec,
-            rows,
-            columns,
-            config=self.config,
-            tp_group=self.pg_collection.tp,
-            **options,
-        )
+        tp = self.pg_collection.tp
+        return build_module(spec, rows, columns, config=self.config, tp_group=tp, **options)
 
     def norm(self, spec: object, width: int, *, is_sharded: bool, eps: float | None = None) -> Any:
         """Build a norm of the last `width` channels from its spec; None without one.
@@ -236,11 +227,9 @@ class Attention(MegatronModule):
         )
         context = inference_context if inference_context is not None else inference_params
         positions = None if context is None else context.positions
+        rotary = rotary_pos_emb, rotary_pos_cos, rotary_pos_sin
         query, key, value, *others = self.get_rotated_qkv(
-            hidden_states,
-            key_value_states,
-            positions,
-            (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
+            hidden_states, key_value_states, positions, rotary
         )
         if self.config.scales_queries(self.layer_number):
             if positions is None:
@@ -286,12 +275,8 @@ class Attention(MegatronModule):
             return self.linear_proj(attended)
 
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
-        """Return the input of `linear_proj` [s, b, w] from the output of the core.
-
-        Args:
-            late: the last `num_late_inputs` tensors of `get_query_key_value_tensors`; here the
-                output gate, if there is one.
-        """
+        """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
+        projected tensors: here the gate, if there is one."""
         return gated(attended, *late)
 
     def positions_of(

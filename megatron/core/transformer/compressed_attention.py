@@ -1,4 +1,4 @@
-"""Attention to a window of tokens and to compressed entries, which each stand for m tokens.
+"""Attention to a window of tokens and to compressed entries, each of them made of m tokens.
 
 DeepSeek-AI, "DeepSeek-V4", section 2.3. All heads share one key, which is their value too: the
 normed latent of a token. An entry is a weighted sum of the latents of a window of m tokens, with a
@@ -217,7 +217,7 @@ class CompressedAttention(SparseAttention):
             [s/cp, b, n*d].
         """
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias}
-        rule = "a compressed entry stands for several keys"
+        rule = "masks and biases have a column for each token, and entries are made of several"
         refuse_given("CompressedAttention", given, rule=rule, fix="leave it out")
         if self.compressor is None:
             return DotProductAttention.forward(
@@ -231,12 +231,12 @@ class CompressedAttention(SparseAttention):
         if options.max_logits is not None:
             query, key = without_padding(query, key, packed_seq_params)
         keys = whole_sequence(key, cp)
-        index_entries = None
         assert projected is not None
         windows = Windows.of(total, self.ratio, options.mask.document_ids, query.device)
         entries = self._entries(self.compressor, whole_sequence(projected, cp), windows)
         entries = copy_to_tensor_model_parallel_region(entries, self.pg_collection.tp)
         entries = entries.unsqueeze(2)
+        index_entries = None
         if self.indexer is not None and index_projected is not None:
             whole = whole_sequence(index_projected, cp)
             index_entries = self._entries(self.indexer.linear_wk, whole, windows)
@@ -263,7 +263,7 @@ class CompressedAttention(SparseAttention):
         heads = max(query.shape[2], 0 if index_query is None else index_query.shape[2])
         budget = max(1, BLOCK_ELEMENTS // (heads * b))
         left = options.mask.window[0]
-        width = count + (total if left < 0 else left)
+        width = count + (total if left < 0 else min(left, total))
         size = max(1, min(budget // max(width, 1), int(budget**0.5)))
         for local, rows in self._blocks(query.shape[0], size):
             ((begin, end),) = rows.ranges
