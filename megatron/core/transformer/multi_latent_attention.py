@@ -38,6 +38,30 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
 
 
+class LatentRotary:
+    """Cosine and sine of the rotary part of heads.
+
+    Args:
+        inverse_frequencies: [p/2]; not a buffer, because half precision must not round it.
+        factor: factor on cosine and sine.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
+        self.inverse_frequencies, self.factor = inverse_frequencies, factor
+
+    def __call__(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
+        if self.inverse_frequencies.device != like.device:
+            self.inverse_frequencies = self.inverse_frequencies.to(like.device)
+        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
+        if interleaved:
+            freqs = freqs.repeat_interleave(2, dim=-1)
+        else:
+            freqs = torch.cat((freqs, freqs), dim=-1)
+        cos, sin = cos_sin(freqs, torch.float32)
+        return (cos * self.factor).to(like.dtype), (sin * self.factor).to(like.dtype)
+
+
 @dataclass
 class MLASelfAttentionSubmodules:
     """Parts of a multi-latent attention."""
@@ -49,6 +73,7 @@ class MLASelfAttentionSubmodules:
     linear_kv_down_proj: ModuleSpec | type | Any = None
     linear_kv_up_proj: ModuleSpec | type | Any = None
     core_attention: ModuleSpec | type | Any = None
+    linear_group_proj: ModuleSpec | type | Any = None
     linear_proj: ModuleSpec | type | Any = None
     q_layernorm: ModuleSpec | type | Any = None
     kv_layernorm: ModuleSpec | type | Any = None
@@ -96,9 +121,9 @@ class MLASelfAttention(Attention):
             heads * (config.qk_head_dim + config.v_head_dim),
             **column,
         )
-        inverse, self.rotary_factor, scale = _rotary_settings(config)
+        inverse, factor, scale = _rotary_settings(config)
         self.uses_rotary = config.rotates_in(self.layer_number)
-        self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
+        self.rotary = LatentRotary(inverse, factor)
         self.softmax_scale = config.attention_scale(self.q_head_dim) * scale
         self.recomputes_up_projection = config.recomputes("mla_up_proj")
         self._dropped: CheckpointWithoutOutput | None = None
@@ -189,7 +214,7 @@ class MLASelfAttention(Attention):
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
             positions = self.positions_of(s, query.device, None, b)
-        cos, sin = self.cos_sin(positions, query, config.rope_interleave)
+        cos, sin = self.rotary(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
         query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
@@ -208,27 +233,22 @@ class MLASelfAttention(Attention):
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
-        if self.inverse_frequencies.device != like.device:
-            self.inverse_frequencies = self.inverse_frequencies.to(like.device)
-        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
-        if interleaved:
-            freqs = freqs.repeat_interleave(2, dim=-1)
-        else:
-            freqs = torch.cat((freqs, freqs), dim=-1)
-        cos, sin = cos_sin(freqs, torch.float32)
-        return (cos * self.rotary_factor).to(like.dtype), (sin * self.rotary_factor).to(like.dtype)
+
+def latent_frequencies(config: TransformerConfig, base: float, *, is_stretched: bool) -> Tensor:
+    """Return the inverse frequencies [p/2] of the rotary part; YaRN changes them if stretched."""
+    channels = config.qk_pos_emb_head_dim
+    if is_stretched and config.rope_type == "yarn":
+        return yarn_of_config(channels, base, config)
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return 1.0 / (base**exponent)
 
 
 def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
     """Return inverse frequencies, the factor on cosine and sine, and the factor on the scores."""
-    channels, base = config.qk_pos_emb_head_dim, config.rotary_base
+    inverse = latent_frequencies(config, config.rotary_base, is_stretched=True)
     if config.rope_type == "rope":
-        exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-        return 1.0 / (base**exponent), 1.0, 1.0
+        return inverse, 1.0, 1.0
     factor = config.rotary_scaling_factor
-    inverse = yarn_of_config(channels, base, config)
     # DeepSeek's form of YaRN's temperature: the factor of `mscale_all_dim` multiplies the scores of
     # the whole head; the rotary part is multiplied by the ratio of `mscale`'s factor to it.
     full = yarn_attention_factor(factor, config.mscale_all_dim)

@@ -44,3 +44,9 @@ def rotate(
     """
     kernel = ROTARY.choose(Request.of(x), () if fuses else UNFUSED).kernel
     return kernel.run(x, cos, sin, interleaved)
+
+
+def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, **how: bool) -> Tensor:
+    """Rotate the last r channels of x [s, b, n, d], as `rotate` does with the first."""
+    kept, turned = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
+    return torch.cat((kept, rotate(turned, cos, sin, **how)), -1)

@@ -199,6 +199,7 @@ class TransformerLayer(GraphableMegatronModule):
         sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
         *,
+        token_ids: Tensor | None = None,
         chosen_keys: dict[int, Tensor] | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -209,6 +210,7 @@ class TransformerLayer(GraphableMegatronModule):
         Args:
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
+            token_ids: int64 [b, s/cp], for layers that are routed by them (`moe_n_hash_layers`).
             chosen_keys: the keys that layers of this pass have chosen, for layers that share them;
                 see `SparseAttention.forward`.
         Returns:
@@ -240,7 +242,11 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             if self.has_mlp:
                 mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
-                options = {"padding_mask": padding_mask, "packed_seq_params": packed_seq_params}
+                options = {
+                    "padding_mask": padding_mask,
+                    "packed_seq_params": packed_seq_params,
+                    "token_ids": token_ids,
+                }
                 hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
             return hidden_states, context
 

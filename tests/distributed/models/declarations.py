@@ -165,6 +165,14 @@ MODELS: dict[str, Model] = {
          "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
         is_packed=True,
     ),
+    "compressed attention": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_RMS, **_LATENT, "kv_lora_rank": 10, "v_head_dim": 10, "window_size": (4, 0),
+         "experimental_attention_variant": "dsv4_hybrid", "csa_compress_ratios": [4, 3],
+         "o_groups": 2, "o_lora_rank": 6, "dsa_indexer_n_heads": 6, "dsa_indexer_head_dim": 8,
+         "dsa_indexer_topk": 2, "dsa_indexer_loss_coeff": 2.0},
+        is_packed=True,
+    ),
     "hyper-connections": Model(
         ("ring", "sequence", "plain", "stages"),
         {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,

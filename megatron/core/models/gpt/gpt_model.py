@@ -193,7 +193,8 @@ class GPTModel(LanguageModule):
         """Run this stage.
 
         Args:
-            input_ids: [b, s/cp], this rank's positions; only the first stage reads them.
+            input_ids: [b, s/cp], this rank's positions; only the first stage reads them, and stages
+                with hash layers.
             position_ids: [b, s/cp] or [1, s/cp], for learned positions; default the absolute
                 positions of these tokens. With "mrope" [3, b, s], or [b, s] for text, on every
                 stage.
@@ -229,6 +230,8 @@ class GPTModel(LanguageModule):
                     padding_mask=padding_mask,
                 )
             rotary_args = self._rotary_args(length, position_ids)
+        if self.config.moe_n_hash_layers:
+            rotary_args["token_ids"] = input_ids
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
-from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
+from megatron.core.transformer.config.field_values import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
     """The score of a group is the sum of the scores of this number of its best experts; 1 in
     DeepSeek-V2. Default moe-router-topk / moe-router-group-topk."""
+    moe_n_hash_layers: int = flag(0, part_of="num_experts", within=NOT_NEGATIVE)
+    """Number of first layers of the model where a table of token ids chooses the experts, and the
+    router computes their weights alone (hash layers, arXiv 2106.04426; DeepSeek-V4)."""
     moe_apply_probs_on_input: bool = flag(False, part_of="num_experts")
     """Multiply the input of an expert by the token's weight, not its activation (Llama 4)."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")

@@ -138,6 +138,7 @@ class MoELayer(MegatronModule):
         padding_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
@@ -147,6 +148,7 @@ class MoELayer(MegatronModule):
                 is zero.
             packed_seq_params: the documents of the whole sequences; statistics of a sequence are
                 computed per document.
+            token_ids: int64 [b, s/cp], read by the router of a hash layer.
         Returns:
             (output of the input's shape, None in the place of a bias that is still to be added).
         """
@@ -154,22 +156,23 @@ class MoELayer(MegatronModule):
         refuse_given("MoELayer", given, rule="a layer is computed in one call", fix="leave it out")
         if self.config.moe_layer_recompute and self.training:
             return checkpoint(
-                self._compute, False, hidden_states, padding_mask, packed_seq_params
+                self._compute, False, hidden_states, padding_mask, packed_seq_params, token_ids
             ), None
-        return self._compute(hidden_states, padding_mask, packed_seq_params), None
+        return self._compute(hidden_states, padding_mask, packed_seq_params, token_ids), None
 
     def _compute(
         self,
         hidden_states: Tensor,
         padding_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None,
+        token_ids: Tensor | None,
     ) -> Tensor:
         shared_overlap = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
             shared_overlap = SharedExpertOverlap(self.shared_experts, hidden_states)
         with rng_state().in_scope("experts", self.layer_number):
             output = self._route_and_compute(
-                hidden_states, padding_mask, packed_seq_params, shared_overlap
+                hidden_states, padding_mask, packed_seq_params, token_ids, shared_overlap
             )
         if shared_overlap is not None:
             assert shared_overlap.output is not None
@@ -194,6 +197,7 @@ class MoELayer(MegatronModule):
         hidden_states: Tensor,
         padding_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None,
+        token_ids: Tensor | None,
         shared_overlap: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
@@ -206,9 +210,13 @@ class MoELayer(MegatronModule):
         x = scatter_to_sequence_parallel_region(x, self._cut)
         if mask is not None:
             mask = _shard_of_rows(mask, self.pg_collection.tp)
-        options = {}
+        options: dict[str, Any] = {}
         if packed_seq_params is not None and self.config.counts_by_sequence:
             options["sequences"] = self._sequences(packed_seq_params, x, missing)
+        is_packed = bool(options)
+        if token_ids is not None and self.layer_number <= self.config.moe_n_hash_layers:
+            ids = F.pad(token_ids.t(), (0, 0, 0, missing))
+            options["token_ids"] = _shard_of_rows(ids, self.pg_collection.tp)
         probs, routing_map = self.router(x, mask, **options)
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
@@ -219,12 +227,12 @@ class MoELayer(MegatronModule):
         chosen = None
         if mask is None and self.config.moe_expert_capacity_factor is None:
             chosen = tokens.shape[0] * self.config.moe_router_topk
-        capacity = self._exchange_capacity(x, bool(options))
+        capacity = self._exchange_capacity(x, is_packed)
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen, capacity)
         if sent.num_dropped is not None and not is_recomputing():
             self.router.load.add(DROPPED, sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
-            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, bool(options)))
+            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, is_packed))
         tokens, probs = sent.tokens, sent.probs
         if self.config.moe_apply_probs_on_input:
             tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)

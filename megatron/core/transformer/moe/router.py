@@ -52,10 +52,12 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         router_replay: records or replays the choices.
         global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
             balance loss over the global batch.
+        token_experts: int64 [v, k], the experts of each token id in a hash layer, else None.
     """
 
     expert_bias: Tensor | None
     global_shares: Tensor | None
+    token_experts: Tensor | None
 
     def __init__(
         self,
@@ -91,16 +93,26 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         uses_shares = "global_aux_loss" in config.balance_losses()
         self.register_buffer("expert_bias", torch.zeros_like(even) if uses_bias else None)
         self.register_buffer("global_shares", even if uses_shares else None)
+        self.register_buffer("token_experts", None)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number of the layer in the model, for logs."""
+        """Set the number of the layer in the model, for logs; a hash layer gets its table."""
         self.load.layer_number = layer_number
+        if layer_number > self.config.moe_n_hash_layers:
+            return
+        generator = torch.Generator().manual_seed(layer_number)
+        num_tokens = self.config.unpadded_vocab_size
+        assert num_tokens, "a hash layer has a row for each token id: set unpadded_vocab_size"
+        drawn = torch.rand(num_tokens, self.num_experts, generator=generator)
+        self.token_experts = drawn.topk(self.topk).indices.to(self.weight.device)
+        self.expert_bias = None
 
     def forward(
         self,
         input: Tensor,
         padding_mask: Tensor | None = None,
         sequences: TokenGroups | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose experts for the tokens [s, b, h] of this rank.
 
@@ -109,6 +121,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
                 from all losses.
             sequences: the sequence of each token, if several are packed into a sample; otherwise a
                 sample is one sequence.
+            token_ids: int64 [s, b], read in hash layers.
         Returns:
             (weights [t, e], zero where an expert is not chosen; routing map, bool [t, e]).
         Communication:
@@ -119,7 +132,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         logits = self._logits(input)
         shape = logits.shape
         is_token = None if padding_mask is None else ~padding_mask
-        choice = self._choose(logits, is_token)
+        choice = self._choose(logits, is_token, token_ids)
         if is_token is not None:
             flat = is_token.flatten()[:, None]
             choice = RoutingResult(
@@ -184,11 +197,18 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
 
-    def _choose(self, logits: Tensor, is_token: Tensor | None) -> RoutingResult:
+    def _choose(
+        self, logits: Tensor, is_token: Tensor | None, token_ids: Tensor | None
+    ) -> RoutingResult:
         """Choose the experts of the tokens of logits [s, b, e]; is_token: bool [s, b]."""
         s, b, _ = logits.shape
+        table = self.token_experts
+        if table is not None and token_ids is None:
+            raise RuntimeError("a hash layer got no token ids: pass input_ids on its stage too")
 
         def replaced(indices: Tensor) -> Tensor:
+            if table is not None and token_ids is not None:
+                indices = table[token_ids]
             rows = rows_of_rank(s, self.pg_collection)
             return self.router_replay.choose(indices.view(s, b, -1), rows).flatten(0, 1)
 
