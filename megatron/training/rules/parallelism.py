@@ -216,7 +216,7 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
     if not parallel.layout_invariant_mode or not has_sizes(run):
         return
     units, tp = parallel.layout_invariant_tensor_units, parallel.tensor_model_parallel_size
-    if units & (units - 1) or units % tp:
+    if not _is_power_of_two(units) or units % tp:
         yield problem(
             f"--layout-invariant-tensor-units {units} with --tensor-model-parallel-size {tp}.",
             "a rank holds a subtree of the units, whose number is a power of two",
@@ -247,3 +247,41 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             "--layout-invariant-mode",
             fix=f"use a tensor-parallel size that divides {groups}",
         )
+
+
+@rule
+def units_of_the_sequence_fit(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the sequence into the units of each rank."""
+    parallel, length = run.parallelism, run.model.seq_length
+    if not parallel.layout_invariant_mode or not has_sizes(run):
+        return
+    units, cp = parallel.layout_invariant_sequence_units, parallel.context_parallel_size
+    flag = "--layout-invariant-sequence-units"
+    if units < 1 or (units > 1 and units % 2):
+        yield problem(
+            f"{flag} {units}.",
+            "the first and the last unit are a pair, as are the second and the last but one",
+            fix=f"use {flag} {max(units + 1, 2)}",
+        )
+    elif cp > 1 and (units % (2 * cp) or not _is_power_of_two(units // (2 * cp))):
+        fitting = 2 * cp
+        while fitting < units:
+            fitting *= 2
+        yield problem(
+            f"{flag} {units} with --context-parallel-size {cp}.",
+            "a rank holds 2, 4, 8 ... units of the sequence; the run in one process needs the same"
+            " number of units",
+            "--context-parallel-size",
+            fix=f"use {flag} {fitting}",
+        )
+    elif length and length % units:
+        yield problem(
+            f"--seq-length {length} with {flag} {units}.",
+            "all units of a sequence have the same length",
+            flag,
+            fix=f"use --seq-length {-(-length // units) * units}",
+        )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -30,8 +30,10 @@ SIZES = {
     "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "kv-channels": 32,
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
+SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
+"""Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
-    "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
+    "num-experts", "fp16", "multi-latent-attention", "lora-rank",
     "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
 )  # fmt: skip
@@ -55,6 +57,8 @@ def case_of(drawn: Case) -> Case:
         groups = 4 if drawn.settings.get("tensor-model-parallel-size", 1) == 4 else 2
         case = case.with_value("group-query-attention", True)
         case = case.with_value("num-query-groups", groups)
+    cp = drawn.settings.get("context-parallel-size", 1)
+    case = case.with_value("layout-invariant-sequence-units", SEQUENCE_UNITS[cp])
     return replace(case, is_wide=False)
 
 
