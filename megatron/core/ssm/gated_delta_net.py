@@ -82,6 +82,7 @@ class GatedDeltaNet(RecurrentMixer):
             config.linear_norm_epsilon or config.layernorm_epsilon,
             dtype=config.params_dtype,
             device=device_of_parameters(config),
+            is_exact=config.layout_invariant_mode,
         )
         # Each tensor-parallel rank norms its own heads, with or without sequence parallelism.
         meta = get_param_meta(self.out_norm.weight)

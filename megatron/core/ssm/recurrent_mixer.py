@@ -19,11 +19,12 @@ block; tensor parallelism splits whole blocks.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
+_Module = TypeVar("_Module", bound=nn.Module)
 LARGEST_DECAY = 16.0
 """The initial exp(A_log) is between 1 and this."""
 _LEAST_STEP, _LARGEST_STEP = 1e-3, 1e-1
@@ -207,10 +209,33 @@ class RecurrentMixer(MegatronModule):
         )
         packed, _ = self.in_proj(hidden_states)
         if self.recomputes_core and self.training:
-            mixed = checkpoint(self._mix, False, packed, packed_seq_params)
+            mixed = checkpoint(self._mix_in_units, False, packed, packed_seq_params)
+        elif inference_context is None:
+            mixed = self._mix_in_units(packed, packed_seq_params)
         else:
             mixed = self._mix(packed, packed_seq_params, inference_context)
         return self.out_proj(mixed)
+
+    def _mix_in_units(self, packed: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """Mix with the blocks of one unit at a time, as `_mix`: kernels choose their code by the
+        number of heads, which depends on the layout. Without units all blocks are one."""
+        units = math.gcd(self.sizes.num_blocks, self.config.tensor_units)
+        count = max(units // self.pg_collection.tp.size(), 1)
+        if count == 1:
+            return self._mix(packed, packed_seq_params)
+        outputs = [
+            self._unit(number, count)._mix(part.contiguous(), packed_seq_params)
+            for number, part in enumerate(packed.chunk(count, -1))
+        ]
+        return torch.cat(outputs, -1)
+
+    def _unit(self, number: int, count: int) -> RecurrentMixer:
+        """Return a mixer of some of the blocks; its parameters are views of this mixer's ones."""
+        unit = _part_of(self, number, count)
+        unit.num_blocks, unit.num_heads = self.num_blocks // count, self.num_heads // count
+        convolution = _part_of(self.conv1d, number, count)
+        unit._modules = {**self._modules, "conv1d": convolution}
+        return unit
 
     def _mix(
         self,
@@ -263,6 +288,15 @@ class RecurrentMixer(MegatronModule):
             rows.new_zeros((b, *self.state_shape()), dtype=dtype),
         )
         return before.transpose(0, 1), state
+
+
+def _part_of(module: _Module, number: int, count: int) -> _Module:
+    """Return a copy of a module with one of `count` parts of each parameter [n, ...]."""
+    part = copy.copy(module)
+    own = module._parameters.items()
+    parts = {n: None if p is None else p.chunk(count)[number] for n, p in own}
+    part.__dict__["_parameters"] = parts
+    return part
 
 
 def wide(x: Tensor) -> Tensor:

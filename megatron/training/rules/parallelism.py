@@ -8,7 +8,9 @@ from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import MegatronError, TopologyError
 from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.topology.rank_grid import nested_sizes
+from megatron.core.transformer.config.layer_kinds import KIMI, SPARSE_ATTENTION
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
@@ -281,6 +283,37 @@ def units_of_the_sequence_fit(run: ResolvedRun) -> Iterator[MegatronError]:
             flag,
             fix=f"use --seq-length {-(-length // units) * units}",
         )
+
+
+@rule
+def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the mixers other than attention into units."""
+    parallel = run.parallelism
+    if not parallel.layout_invariant_mode or not has_sizes(run):
+        return
+    config, units = run.transformer_config, parallel.layout_invariant_tensor_units
+    kinds = config.layer_kinds()
+    for name in sorted({kind.mixer for kind in kinds if kind.is_recurrent or kind.is_sparse}):
+        reason = ""
+        if name == SPARSE_ATTENTION:
+            reason = "the chosen keys have no products in units"
+        elif name == KIMI and not config.linear_full_rank_gates:
+            reason = "the latents of its gates have no products in units"
+        elif parallel.sequence_units > 1:
+            reason = "the recurrence over a sequence is not cut into units"
+        else:
+            sizes = RECURRENT_MIXERS[name].sizes_of(config)
+            if sizes.projected % units or sizes.values % units:
+                reason = f"its {sizes.projected} and {sizes.values} features are not {units} units"
+        if reason:
+            yield problem(
+                f"--layout-invariant-mode with layers of {name}.",
+                reason,
+                "--layout-invariant-mode",
+                "--hybrid-layer-pattern",
+                "--experimental-attention-variant",
+                fix="drop --layout-invariant-mode",
+            )
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -34,7 +34,7 @@ SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
 """Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
     "num-experts", "fp16", "multi-latent-attention", "lora-rank",
-    "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
+    "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""

@@ -52,6 +52,17 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--seq-length 32 with --layout-invariant-sequence-units 6",
         ),
         ("--layout-invariant-mode --layout-invariant-sequence-units 3", 1, "are a pair"),
+        (
+            "--layout-invariant-mode --experimental-attention-variant gated_delta_net"
+            " --layout-invariant-sequence-units 4",
+            1,
+            "--layout-invariant-mode with layers of gated_delta_net",
+        ),
+        (
+            "--layout-invariant-mode --experimental-attention-variant kda",
+            1,
+            "--layout-invariant-mode with layers of kda",
+        ),
         ("--context-parallel-size 2 --cp-comm-type ring", 2, "type 'ring' is unknown"),
         (
             "--context-parallel-size 2 --cp-comm-type p2p a2a",
