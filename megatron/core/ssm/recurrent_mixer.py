@@ -209,16 +209,22 @@ class RecurrentMixer(MegatronModule):
         )
         packed, _ = self.in_proj(hidden_states)
         if self.recomputes_core and self.training:
-            mixed = checkpoint(self._mix_in_units, False, packed, packed_seq_params)
+            mixed = checkpoint(self.mix_in_units, False, packed, packed_seq_params)
         elif inference_context is None:
-            mixed = self._mix_in_units(packed, packed_seq_params)
+            mixed = self.mix_in_units(packed, packed_seq_params)
         else:
             mixed = self._mix(packed, packed_seq_params, inference_context)
         return self.out_proj(mixed)
 
-    def _mix_in_units(self, packed: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        """Mix with the blocks of one unit at a time, as `_mix`: kernels choose their code by the
-        number of heads, which depends on the layout. Without units all blocks are one."""
+    def mix_in_units(self, packed: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """Mix as `_mix` does, with the blocks of one unit at a time: kernels choose their code by
+        the number of heads, which depends on the layout. Without units all blocks are one.
+
+        Args:
+            packed: [s, b, features], the output of the projection.
+        Returns:
+            [s, b, n/tp * e].
+        """
         units = math.gcd(self.sizes.num_blocks, self.config.tensor_units)
         count = max(units // self.pg_collection.tp.size(), 1)
         if count == 1:

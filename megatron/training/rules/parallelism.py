@@ -10,7 +10,7 @@ from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.topology.rank_grid import nested_sizes
-from megatron.core.transformer.config.layer_kinds import KIMI, SPARSE_ATTENTION
+from megatron.core.transformer.config.layer_kinds import SPARSE_ATTENTION
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
@@ -297,14 +297,14 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
         reason = ""
         if name == SPARSE_ATTENTION:
             reason = "the chosen keys have no products in units"
-        elif name == KIMI and not config.linear_full_rank_gates:
-            reason = "the latents of its gates have no products in units"
         elif parallel.sequence_units > 1:
             reason = "the recurrence over a sequence is not cut into units"
         else:
             sizes = RECURRENT_MIXERS[name].sizes_of(config)
-            if sizes.projected % units or sizes.values % units:
-                reason = f"its {sizes.projected} and {sizes.values} features are not {units} units"
+            keys = sizes.num_heads * sizes.key_width
+            widths = {sizes.projected, sizes.values, keys}
+            if any(width % units for width in widths):
+                reason = f"its {sorted(widths)} features cannot be cut into {units} units"
         if reason:
             yield problem(
                 f"--layout-invariant-mode with layers of {name}.",
