@@ -189,7 +189,7 @@ def attend_in_units(
     keys, values = (_KeysOfUnits.apply(x, group, seen) for x in (key, value))
     sinks: Sequence[Tensor | None] = [None] * num_units
     if options.sink is not None:
-        sinks = in_rows(options.sink, (num_units, len(options.sink))).unbind()
+        sinks = in_rows(options.sink, torch.Size((num_units, len(options.sink)))).unbind()
     outputs, scope = [], rng_state().scope
     for n, (unit, run) in enumerate(zip(units, seen, strict=True)):
         current_step().random_scope = scope  # the draws of all units are one draw

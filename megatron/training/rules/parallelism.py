@@ -21,6 +21,9 @@ from megatron.training.setup.stages import planned_layout
 
 _VECTOR = 32
 """Elements of 16 bits in 64 bytes, the widest vector of a processor."""
+_ADAM_VECTOR = 8
+"""Elements that torch's fused update of Adam computes at a time on a CPU; a remainder of fewer
+elements is rounded differently."""
 
 
 @rule
@@ -229,6 +232,7 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
         "--hidden-size": (model.hidden_size, 1),
         "--ffn-hidden-size": (run.transformer_config.ffn_hidden_size, units),
         "--kv-channels": (run.transformer_config.kv_channels, 1),
+        "--v-channels": (run.transformer_config.v_channels, 1),
     }
     for flag, (width, pieces) in widths.items():
         if (width or 0) % (_VECTOR * pieces):
@@ -241,6 +245,17 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
                 if pieces > 1
                 else f"use a multiple of {_VECTOR}",
             )
+    heads = run.transformer_config.num_attention_heads
+    has_sinks = run.transformer_config.softmax_type == "learnable"
+    if has_sinks and heads > _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
+        yield problem(
+            f"--softmax-type learnable with --num-attention-heads {heads}.",
+            f"with --layout-invariant-mode each unit has a multiple of {_ADAM_VECTOR} heads, because"
+            " each head has a weight",
+            "--layout-invariant-mode",
+            "--layout-invariant-tensor-units",
+            fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
+        )
     groups = model.num_query_groups if model.group_query_attention else None
     if groups and groups % tp:
         yield problem(
@@ -301,10 +316,11 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
             reason = "the recurrence over a sequence is not cut into units"
         else:
             sizes = RECURRENT_MIXERS[name].sizes_of(config)
-            keys = sizes.num_heads * sizes.key_width
-            widths = {sizes.projected, sizes.values, keys}
-            if any(width % units for width in widths):
-                reason = f"its {sorted(widths)} features cannot be cut into {units} units"
+            if any(n % (units * _ADAM_VECTOR) for n in (sizes.num_heads, sizes.channels)):
+                reason = (
+                    f"the {sizes.num_heads} heads and {sizes.channels} channels of the convolution"
+                    f" are not multiples of {units * _ADAM_VECTOR}, {_ADAM_VECTOR} in each unit"
+                )
         if reason:
             yield problem(
                 f"--layout-invariant-mode with layers of {name}.",

@@ -59,8 +59,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--layout-invariant-mode with layers of gated_delta_net",
         ),
         (
-            "--layout-invariant-mode --experimental-attention-variant kda"
-            " --linear-num-key-heads 3 --linear-num-value-heads 3 --linear-key-head-dim 5",
+            "--layout-invariant-mode --experimental-attention-variant kda",
             1,
             "--layout-invariant-mode with layers of kda",
         ),
