@@ -247,11 +247,11 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             )
     heads = run.transformer_config.num_attention_heads
     has_sinks = run.transformer_config.softmax_type == "learnable"
-    if has_sinks and heads > _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
+    if has_sinks and heads >= _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
         yield problem(
             f"--softmax-type learnable with --num-attention-heads {heads}.",
-            f"with --layout-invariant-mode each unit has a multiple of {_ADAM_VECTOR} heads, because"
-            " each head has a weight",
+            f"with --layout-invariant-mode each unit has a multiple of {_ADAM_VECTOR} learned sinks,"
+            " one for each head",
             "--layout-invariant-mode",
             "--layout-invariant-tensor-units",
             fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
