@@ -110,6 +110,9 @@ class ParallelFlags:
     """Number of units that each weight matrix is cut into. A rank computes the products of its
     units, and the units' sums are added in a fixed tree: the tensor-parallel size must divide this
     power of two."""
+    layout_invariant_sequence_units: int = flag(1, part_of="layout_invariant_mode")
+    """Number of units that each sequence is cut into. A rank computes the products and the
+    attention of its units one by one: with context parallelism it is a multiple of 2 * cp."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -146,6 +149,11 @@ class ParallelFlags:
     def tensor_units(self) -> int:
         """Number of units that all ranks cut a matrix into; 1 without `layout_invariant_mode`."""
         return self.layout_invariant_tensor_units if self.layout_invariant_mode else 1
+
+    @property
+    def sequence_units(self) -> int:
+        """Number of units that all ranks cut a sequence into; 1 without `layout_invariant_mode`."""
+        return self.layout_invariant_sequence_units if self.layout_invariant_mode else 1
 
 
 @dataclass

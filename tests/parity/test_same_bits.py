@@ -1,10 +1,13 @@
 """`--layout-invariant-mode` computes the same bits in every layout."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.parity.random_layouts.execution import Execution
 from tests.parity.random_layouts.outcomes import Kind
 from tests.parity.random_layouts.same_bits import cases, differences
+from tests.parity.random_layouts.settings import from_words
 
 
 @pytest.mark.distributed
@@ -22,6 +25,26 @@ def test_drawn_layouts_have_the_bits_of_one_process(tmp_path):
         assert differences(one, other) == [], case
         num_equal += 1
     assert num_equal > 6
+
+
+KINDS_OF_CONTEXT_PARALLELISM = (
+    "--context-parallel-size 2 --cp-comm-type p2p --pipeline-model-parallel-size 2",
+    "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    "--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2"
+    " --sequence-parallel",
+)
+
+
+@pytest.mark.distributed
+def test_kinds_of_context_parallelism_have_the_bits_of_one_process(tmp_path):
+    execution = Execution(tmp_path)
+    drawn = next(c for c in cases(seed=5, num=12) if "context-parallel-size" in c.settings)
+    one = execution.run(drawn.serial)
+    for layout in KINDS_OF_CONTEXT_PARALLELISM:
+        settings = drawn.serial.settings | from_words(layout.split())
+        other = execution.run(replace(drawn, ranks=4, settings=settings))
+        assert other.kind is Kind.EQUAL, other.text
+        assert differences(one, other) == [], layout
 
 
 @pytest.mark.distributed

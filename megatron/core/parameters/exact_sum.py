@@ -18,15 +18,17 @@ GRID = 2.0**-44
 """Gradients of a mean loss below it are rounded to 0: 5.7e-14. Adam's epsilon is 1e-8."""
 LIMIT = 2.0**8
 """Largest magnitude of an exact sum: fp64 has 52 bits below it, one of them is left."""
-_SHIFT = 1.5 * 2.0**52 * GRID
+LOSS_GRID = 2.0**-24
+"""Losses of tokens are rounded to its multiples: their sums are exact below 2^29."""
+_SHIFT = 1.5 * 2.0**52
 
 
-def on_grid(x: Tensor) -> Tensor:
-    """Return x [...] in fp64, rounded to multiples of `GRID`; NaN and infinity stay.
+def on_grid(x: Tensor, grid: float = GRID) -> Tensor:
+    """Return x [...] in fp64, rounded to multiples of `grid`; NaN and infinity stay.
 
     Adding the shift pushes all bits below the grid out of the significand.
     """
-    return x.to(torch.float64, copy=True).add_(_SHIFT).sub_(_SHIFT)
+    return x.to(torch.float64, copy=True).add_(_SHIFT * grid).sub_(_SHIFT * grid)
 
 
 def row_sum(rows: Tensor) -> Tensor:

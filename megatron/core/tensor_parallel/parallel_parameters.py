@@ -63,7 +63,10 @@ class ParallelLayer(nn.Module):
         """Return this rank's units of a weight split along `dim`; None without units."""
         if not self.config.layout_invariant_mode:
             return None
-        return Units(dim, divide(self.config.layout_invariant_tensor_units, self.tp_size), blocks)
+        config, runs = self.config, 1
+        if not self.is_expert:
+            runs = divide(config.sequence_units, config.context_parallel_size)
+        return Units(dim, divide(config.tensor_units, self.tp_size), blocks, runs)
 
     def new_parameter(
         self,

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import context_parallel_attention
+from megatron.core.context_parallel import attend_in_units, context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention import choose_attention
@@ -118,11 +118,22 @@ class DotProductAttention(MegatronModule):
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
         groups = self.context_groups
-        comm_type = self.cp_comm_type if groups.cp.size() > 1 else None
+        num_units = self._sequence_units(query, key, groups.cp.size())
+        comm_type = self.cp_comm_type if max(groups.cp.size(), num_units) > 1 else None
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
-        if comm_type is None and self.config.layout_invariant_mode:
+        if num_units > 1:
+            return attend_in_units(
+                query,
+                key,
+                value,
+                options,
+                group=groups.cp,
+                num_units=num_units,
+                attend=self._attend_in_units,
+            )
+        if self.config.layout_invariant_mode:
             return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
@@ -186,6 +197,12 @@ class DotProductAttention(MegatronModule):
             query, key, value = parts
             outputs.append(run(query, key, value, options.of_heads(n * heads, (n + 1) * heads)))
         return torch.cat(outputs, -1)
+
+    def _sequence_units(self, query: Tensor, key: Tensor, cp_size: int) -> int:
+        """Return this rank's units of a sequence; in one process a prompt of any length is one."""
+        count = divide(self.config.sequence_units, cp_size)
+        is_cut = len(query) == len(key) and len(query) % count == 0
+        return count if is_cut or cp_size > 1 else 1
 
     @property
     def context_groups(self) -> ContextParallelGroups:

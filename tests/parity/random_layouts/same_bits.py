@@ -30,9 +30,15 @@ SIZES = {
     "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "kv-channels": 32,
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
+MIXER_SIZES = {
+    "mamba-num-heads": 32, "mamba-head-dim": 8, "mamba-state-dim": 8,
+    "linear-num-value-heads": 32, "linear-key-head-dim": 8, "linear-value-head-dim": 8,
+}  # fmt: skip
+SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
+"""Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
-    "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
-    "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
+    "num-experts", "fp16", "multi-latent-attention", "lora-rank",
+    "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
     "enable-mhc-connections", "heterogeneous-layers-config-path",
     "heterogeneous-layers-config-encoded-json",
@@ -41,7 +47,7 @@ NOT_COVERED = (
 LEFT_OUT = (
     "log-max-attention-logit", "mlp-chunks-for-training", "cross-entropy-loss-fusion",
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
-    "kv-channels", "num-query-groups", "group-query-attention", "rotary-percent",
+    "kv-channels", "v-channels", "num-query-groups", "group-query-attention", "rotary-percent",
 )  # fmt: skip
 """Settings that are dropped: the mode refuses them, they do not fit these sizes, or they start from
 another run."""
@@ -51,12 +57,15 @@ def case_of(drawn: Case) -> Case:
     """Return a drawn case with the mode, in sizes that are multiples of the units."""
     has_groups = "num-query-groups" in drawn.settings
     case = drawn.without(*LEFT_OUT)
-    for name, value in SIZES.items():
+    sizes = {name: value for name, value in MIXER_SIZES.items() if name in drawn.settings}
+    for name, value in (SIZES | sizes).items():
         case = case.with_value(name, value)
     if has_groups:
         groups = 4 if drawn.settings.get("tensor-model-parallel-size", 1) == 4 else 2
         case = case.with_value("group-query-attention", True)
         case = case.with_value("num-query-groups", groups)
+    cp = drawn.settings.get("context-parallel-size", 1)
+    case = case.with_value("layout-invariant-sequence-units", SEQUENCE_UNITS[cp])
     return replace(case, is_wide=False)
 
 
