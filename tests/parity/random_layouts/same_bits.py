@@ -33,7 +33,8 @@ SIZES = {
 NOT_COVERED = (
     "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
     "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
-    "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
+    "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "enable-mhc-connections",
+    "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
 LEFT_OUT = (
@@ -58,14 +59,15 @@ def case_of(drawn: Case) -> Case:
     return replace(case, is_wide=False)
 
 
-def cases(seed: int, num: int) -> Iterator[Case]:
-    """Yield cases that the mode covers."""
+def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
+    """Yield cases that the mode covers; with the setting `having`, if it is given."""
     found = (
         case
         for drawn in draw_cases(seed, 100 * num)
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
         and not any(name in case.settings for name in NOT_COVERED)
+        and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):
         yield case_of(case)
@@ -91,6 +93,8 @@ class Flags:
     seed: int = 1
     num: int = 100
     """Number of cases."""
+    having: str | None = None
+    """Draw cases with this setting only."""
     seconds: float = 1e9
     """Start no case after this time."""
 
@@ -103,7 +107,7 @@ def main() -> int:
     begin, counts, refusals = time.monotonic(), Counter(), Counter()
     with tempfile.TemporaryDirectory() as folder:
         execution, of_one = Execution(Path(folder)), {}
-        for case in cases(flags.seed, flags.num):
+        for case in cases(flags.seed, flags.num, flags.having):
             if time.monotonic() - begin > flags.seconds:
                 break
             if str(case.serial) not in of_one:
