@@ -277,7 +277,7 @@ class Attention(MegatronModule):
             with offloading(self.config.offloads("core_attn"), self.core_attention):
                 attended = attend(*given)
         self.drop_query_key_value(attended)
-        attended = gated(attended, *gate)
+        attended = gated(attended, *gate, in_vectors=self.config.layout_invariant_mode)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
 

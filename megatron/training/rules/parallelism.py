@@ -247,3 +247,22 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             "--layout-invariant-mode",
             fix=f"use a tensor-parallel size that divides {groups}",
         )
+
+
+@rule
+def units_have_equal_parts_of_latent_heads(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the projections of latent attention."""
+    config = run.transformer_config
+    if not (config.layout_invariant_mode and config.multi_latent_attention and has_sizes(run)):
+        return
+    heads, units = config.num_attention_heads, config.tensor_units
+    d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    gate = 1 if config.attention_output_gate else units
+    if any(heads * width % units for width in (d + p, d + e, e, gate)):
+        yield problem(
+            f"--num-attention-heads {heads} with --layout-invariant-tensor-units {units}.",
+            "with --layout-invariant-mode each unit has equally many channels of latent attention"
+            " and of its gate",
+            "--multi-latent-attention",
+            fix=f"use a multiple of {units} heads, or fewer units",
+        )

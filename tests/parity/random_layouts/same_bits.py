@@ -31,7 +31,7 @@ SIZES = {
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
 NOT_COVERED = (
-    "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
+    "num-experts", "fp16", "context-parallel-size", "lora-rank",
     "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "enable-mhc-connections",
     "heterogeneous-layers-config-encoded-json",
@@ -41,9 +41,10 @@ LEFT_OUT = (
     "log-max-attention-logit", "mlp-chunks-for-training", "cross-entropy-loss-fusion",
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
     "kv-channels", "num-query-groups", "group-query-attention", "rotary-percent",
+    "no-bias-gelu-fusion", "no-bias-swiglu-fusion",
 )  # fmt: skip
-"""Settings that are dropped: the mode refuses them, they do not fit these sizes, or they start from
-another run."""
+"""Settings that are dropped: the mode refuses them, they do not fit these sizes, they start from
+another run, or they choose a kernel of other bits."""
 
 
 def case_of(drawn: Case) -> Case:
