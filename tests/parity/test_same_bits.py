@@ -17,7 +17,7 @@ def test_drawn_layouts_have_the_bits_of_one_process(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("part", ["mtp-num-layers", "multi-latent-attention"])
+@pytest.mark.parametrize("part", ["mtp-num-layers", "multi-latent-attention", "num-experts"])
 def test_drawn_layouts_of_models_with_this_part_have_the_bits_of_one_process(part, tmp_path):
     assert num_equal(tmp_path, cases(seed=5, num=5, having=part)) > 2
 

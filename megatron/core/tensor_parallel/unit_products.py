@@ -96,7 +96,7 @@ class _Copies(torch.autograd.Function):
         dim, units, group = ctx.settings
         of_units = grad.to(torch.float32, copy=True).chunk(units, dim)
         total = tree_sum([_add(part.unbind(dim)) for part in of_units]).contiguous()
-        if group.size() > 1:
+        if group.size() > 1 and total.numel():
             total = collectives.all_reduce(total, group)
         return total.to(grad.dtype), None, None, None, None
 

@@ -31,7 +31,7 @@ SIZES = {
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
 NOT_COVERED = (
-    "num-experts", "fp16", "context-parallel-size", "lora-rank",
+    "fp16", "context-parallel-size", "lora-rank",
     "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
     "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "enable-mhc-connections",
     "heterogeneous-layers-config-encoded-json",
@@ -41,7 +41,8 @@ LEFT_OUT = (
     "log-max-attention-logit", "mlp-chunks-for-training", "cross-entropy-loss-fusion",
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
     "kv-channels", "num-query-groups", "group-query-attention", "rotary-percent",
-    "no-bias-gelu-fusion", "no-bias-swiglu-fusion",
+    "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "moe-expert-rank-capacity-factor",
+    "moe-pad-expert-input-to-capacity",
 )  # fmt: skip
 """Settings that are dropped: the mode refuses them, they do not fit these sizes, they start from
 another run, or they choose a kernel of other bits."""
@@ -57,6 +58,9 @@ def case_of(drawn: Case) -> Case:
         groups = 4 if drawn.settings.get("tensor-model-parallel-size", 1) == 4 else 2
         case = case.with_value("group-query-attention", True)
         case = case.with_value("num-query-groups", groups)
+    for name in ("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
+        if name in case.settings:
+            case = case.with_value(name, 128)
     return replace(case, is_wide=False)
 
 
