@@ -131,21 +131,14 @@ class MLP(MegatronModule):
             return output, bias
         intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:
-            intermediate = weighted(
-                intermediate, per_token_scale, self.config, self.pg_collection.expt_tp
-            )
+            tp = self.pg_collection.expt_tp
+            intermediate = weighted(intermediate, per_token_scale, self.config, tp)
         return self.linear_fc2(intermediate)
 
     def _scaled_activation(self, x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        return gated(
-            x,
-            self.activation_func,
-            self.config,
-            bias=bias,
-            weights=scale,
-            is_expert=self.is_expert,
-            expt_tp=self.pg_collection.expt_tp,
-        )
+        act, config, tp = self.activation_func, self.config, self.pg_collection.expt_tp
+        is_expert = self.is_expert
+        return gated(x, act, config, bias=bias, weights=scale, is_expert=is_expert, expt_tp=tp)
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute the input of fc2, [s, b, f/tp]."""

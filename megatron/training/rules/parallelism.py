@@ -224,18 +224,13 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
         )
         return
     config = run.transformer_config
+    shared = config.moe_shared_expert_intermediate_size
     widths = {
         "--hidden-size": (model.hidden_size, 1),
         "--ffn-hidden-size": (config.ffn_hidden_size, units),
         "--kv-channels": (config.kv_channels, 1),
-        "--moe-shared-expert-intermediate-size": (
-            config.moe_shared_expert_intermediate_size,
-            units,
-        ),
-        "--moe-ffn-hidden-size": (
-            config.moe_ffn_hidden_size if config.num_moe_experts else 0,
-            units,
-        ),
+        "--moe-shared-expert-intermediate-size": (shared, units),
+        "--moe-ffn-hidden-size": (config.num_moe_experts and config.moe_ffn_hidden_size, units),
     }
     for flag, (width, pieces) in widths.items():
         if (width or 0) % (_VECTOR * pieces):
@@ -274,30 +269,4 @@ def units_have_equal_parts_of_latent_heads(run: ResolvedRun) -> Iterator[Megatro
             " and of its gate",
             "--multi-latent-attention",
             fix=f"use a multiple of {units} heads, or fewer units",
-        )
-
-
-@rule
-def exchanges_have_whole_microbatches(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that --layout-invariant-mode can compute an expert's product of a micro batch."""
-    parallel, config = run.parallelism, run.transformer_config
-    if not (config.layout_invariant_mode and config.num_moe_experts):
-        return
-    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
-    exchanging = etp * parallel.expert_model_parallel_size
-    if config.tensor_units % etp:
-        yield problem(
-            f"--expert-tensor-parallel-size {etp} with {config.tensor_units} units.",
-            "a rank holds a subtree of the units, whose number is a power of two",
-            "--layout-invariant-mode",
-            fix="use an expert tensor-parallel size that is a power of two",
-        )
-    elif max(tp, exchanging) % min(tp, exchanging):
-        yield problem(
-            f"--tensor-model-parallel-size {tp} with {exchanging} ranks that exchange tokens.",
-            "with --layout-invariant-mode the ranks of an exchange hold whole micro batches",
-            "--expert-model-parallel-size",
-            "--expert-tensor-parallel-size",
-            "--layout-invariant-mode",
-            fix=f"use expert sizes whose product divides {tp} or is a multiple of it",
         )

@@ -230,11 +230,5 @@ class GroupedMLP(_Experts):
     def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
         """Return the input of the second layer: rows [n, f], each times its weight [n]."""
         # f is smaller than h, and the output of the second layer need not be saved for backward.
-        return gated(
-            x,
-            self.config.activation_func,
-            self.config,
-            weights=probs,
-            is_expert=True,
-            expt_tp=self.pg_collection.expt_tp,
-        )
+        config, tp = self.config, self.pg_collection.expt_tp
+        return gated(x, config.activation_func, config, weights=probs, is_expert=True, expt_tp=tp)

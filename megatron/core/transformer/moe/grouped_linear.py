@@ -81,18 +81,15 @@ class GroupedLinear(ParallelLayer):
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
         splits_output = split_dim == 0
-        self.spec: LinearCommSpec | None = None
-        """Products per expert and micro batch in layout-invariant mode: then the layer completes
-        its sums."""
-        if config.layout_invariant_mode:
-            self.spec = LinearCommSpec(
-                expt_tp,
-                input_mode=InputMode.REPLICATED if splits_output else InputMode.LOCAL,
-                output_mode=OutputMode.LOCAL if splits_output else OutputMode.ALL_REDUCE,
-                fuses_main_grad=config.gradient_accumulation_fusion,
-                units=self.units(split_dim, stride),
-            )
-        is_whole = splits_output or self.tp_size == 1 or self.spec is not None
+        self.spec = LinearCommSpec(
+            expt_tp,
+            input_mode=InputMode.REPLICATED if splits_output else InputMode.LOCAL,
+            output_mode=OutputMode.LOCAL if splits_output else OutputMode.ALL_REDUCE,
+            fuses_main_grad=config.gradient_accumulation_fusion,
+            units=self.units(split_dim, stride),
+        )
+        """Of layout-invariant mode: the layer completes its sums."""
+        is_whole = splits_output or self.tp_size == 1 or config.layout_invariant_mode
         for index in range(num_gemms):
             weight = self.new_parameter(
                 *shape, init_method=init_method, split_dim=split_dim, stride=stride
@@ -133,7 +130,7 @@ class GroupedLinear(ParallelLayer):
 
         In layout-invariant mode there is a number of rows for each map and micro batch.
         """
-        if self.spec is not None:
+        if self.spec.units is not None:
             weights = _of_microbatches(self.weights(), tokens_per_expert)
             parts = [
                 parallel_linear(fill_tiles(rows), weight, None, self.spec)[: len(rows)]

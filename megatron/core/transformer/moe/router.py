@@ -27,7 +27,11 @@ from megatron.core.transformer.moe.load_balancing import (
     load_balancing_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.router_replay import RouterReplay, rows_of_rank
+from megatron.core.transformer.moe.router_replay import (
+    RouterReplay,
+    routing_groups,
+    rows_of_rank,
+)
 from megatron.core.transformer.moe.routing import (
     RoutingResult,
     apply_capacity,
@@ -69,10 +73,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         super().__init__(config, tp_group=groups.tp)
         assert config.num_moe_experts
         self.config: TransformerConfig = config
-        self.pg_collection = self.routing_groups = groups
-        if config.layout_invariant_mode:
-            self.routes_tokens_of_all_tp_ranks = True
-            self.routing_groups = groups.with_groups(tp=SINGLE_RANK, tp_cp=groups.cp)
+        self.pg_collection, self.routing_groups = groups, routing_groups(config, groups)
+        self.routes_tokens_of_all_tp_ranks = config.layout_invariant_mode
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk

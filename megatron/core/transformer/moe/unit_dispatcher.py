@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.overlap import yield_to_peer
+from megatron.core.tensor_parallel.mappings import CollectivePair
 from megatron.core.topology.group import Group
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchedTokens,
@@ -43,9 +42,6 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
 
     Communication: an all-gather of e counts, and all-to-alls of the rows' activations and weights
     and of the outputs, over the larger one of `tp` and `tp_ep`.
-
-    Raises:
-        ConfigError: neither of the two groups contains the other.
     """
 
     def __init__(
@@ -58,14 +54,6 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
         super().__init__(config, num_local_experts, local_expert_indices, groups)
         tp, tp_ep = (groups.ranks.get(name, [0]) for name in ("tp", "tp_ep"))
         ranks = max(tp, tp_ep, key=len)
-        if not set(tp) | set(tp_ep) <= set(ranks):
-            raise ConfigError(
-                f"the tensor-parallel ranks {tp} exchange tokens with the ranks {tp_ep}.",
-                rule="with --layout-invariant-mode the ranks of an exchange hold whole micro"
-                " batches",
-                flags=["--tensor-model-parallel-size", "--expert-model-parallel-size"],
-                fix="use sizes whose product for experts is a multiple of the tensor-parallel size",
-            )
         self.group = groups.tp_ep if ranks is tp_ep else groups.tp
         self.ranks_per_microbatch = len(tp)
         self.experts_of, self.is_first_shard = [list(range(num_local_experts))], [True]
@@ -101,11 +89,11 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
             if overlap_fn is not None:
                 overlap_fn()
-            return permutation.unpermute(_Collect.apply(output, exchange))
+            return permutation.unpermute(CollectivePair.apply(output, exchange, collect, spread))
 
         return DispatchedTokens(
-            _Spread.apply(permutation.permute(tokens), exchange),
-            _Spread.apply(permutation.weights(probs), exchange),
+            CollectivePair.apply(permutation.permute(tokens), exchange, spread, collect),
+            CollectivePair.apply(permutation.weights(probs), exchange, spread, collect),
             exchange.rows_of_products,
             combine,
         )
@@ -173,18 +161,8 @@ class _Exchange:
             products,
         )
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """Send rows [c, ...] of this rank's choices to all shards: [n, ...], by expert."""
-        rows = self._exchange(rows.index_select(0, self.choices), self.received, self.sent)
-        return transpose_blocks(rows, self.blocks)
-
-    def collect(self, rows: Tensor) -> Tensor:
-        """Send rows [n, ...] of the first shard back: [c, ...]."""
-        rows = transpose_blocks(rows, list(zip(*self.blocks, strict=True)))
-        rows = self._exchange(rows[: sum(self.returned)], self.collected, self.returned)
-        return torch.empty_like(rows).index_copy_(0, self.kept, rows)
-
-    def _exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    def exchange(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Send rows [..., h] to every rank, and receive rows of every rank."""
         if self.group.size() == 1:
             return rows
         work = collectives.start_all_to_all(rows.contiguous(), self.group, received, sent)
@@ -192,23 +170,14 @@ class _Exchange:
         return work.wait()
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.spread(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.collect(grad), None
+def spread(rows: Tensor, plan: _Exchange) -> Tensor:
+    """Send rows [c, ...] of this rank's choices to all shards: [n, ...], by expert."""
+    rows = plan.exchange(rows.index_select(0, plan.choices), plan.received, plan.sent)
+    return transpose_blocks(rows, plan.blocks)
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.collect(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.spread(grad), None
+def collect(rows: Tensor, plan: _Exchange) -> Tensor:
+    """Send rows [n, ...] of the first shard back: [c, ...]."""
+    rows = transpose_blocks(rows, list(zip(*plan.blocks, strict=True)))
+    rows = plan.exchange(rows[: sum(plan.returned)], plan.collected, plan.returned)
+    return torch.empty_like(rows).index_copy_(0, plan.kept, rows)
