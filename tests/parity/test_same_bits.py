@@ -1,9 +1,12 @@
 """`--layout-invariant-mode` computes the same bits in every layout."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.parity.random_layouts.cases import Case
 from tests.parity.random_layouts.execution import Execution
 from tests.parity.random_layouts.outcomes import Kind
 from tests.parity.random_layouts.same_bits import cases, differences
@@ -12,8 +15,19 @@ from tests.parity.random_layouts.settings import from_words
 
 @pytest.mark.distributed
 def test_drawn_layouts_have_the_bits_of_one_process(tmp_path):
-    execution, of_one, num_equal = Execution(tmp_path), {}, 0
-    for case in cases(seed=5, num=12):
+    assert num_equal(tmp_path, cases(seed=5, num=12)) > 6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("part", ["mtp-num-layers", "multi-latent-attention", "num-experts"])
+def test_drawn_layouts_of_models_with_this_part_have_the_bits_of_one_process(part, tmp_path):
+    assert num_equal(tmp_path, cases(seed=5, num=5, having=part)) > 2
+
+
+def num_equal(folder: Path, drawn: Iterable[Case]) -> int:
+    """Count the cases whose bits are the bits of one process; fail at a case that differs."""
+    execution, of_one, count = Execution(folder), {}, 0
+    for case in drawn:
         key = str(case.serial)
         one = of_one[key] = of_one.get(key) or execution.run(case.serial)
         assert one.kind is Kind.EQUAL, one.text
@@ -23,8 +37,8 @@ def test_drawn_layouts_have_the_bits_of_one_process(tmp_path):
             continue
         assert other.kind is Kind.EQUAL, other.text
         assert differences(one, other) == [], case
-        num_equal += 1
-    assert num_equal > 6
+        count += 1
+    return count
 
 
 KINDS_OF_CONTEXT_PARALLELISM = (

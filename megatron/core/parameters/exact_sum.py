@@ -32,7 +32,7 @@ def on_grid(x: Tensor, grid: float = GRID) -> Tensor:
 
 
 def row_sum(rows: Tensor) -> Tensor:
-    """Return the exact sum of the rows [t, h], fp64 [h]."""
+    """Return the exact sum of the rows [t, ...], fp64 [...]."""
     return on_grid(rows).sum(0)
 
 

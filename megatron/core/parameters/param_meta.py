@@ -219,7 +219,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        total = row_sum(grad.reshape(-1, grad.shape[-1]))
+        total = row_sum(grad.reshape(-1, *ctx.parameter.shape))
         if has_main_grad(ctx.parameter):
             accumulate_main_grad(ctx.parameter, total)
             return None, None
@@ -227,7 +227,7 @@ class _Rows(torch.autograd.Function):
 
 
 def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a parameter [h] to [..., h]; its gradient is the exact sum of the rows' gradients."""
+    """Expand a parameter [...] to [..., ...]; its gradient is the exact sum over new dimensions."""
     return _Rows.apply(parameter, shape)
 
 

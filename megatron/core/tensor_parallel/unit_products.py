@@ -19,11 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.parameters.exact_sum import on_grid
+from megatron.core.topology.group import Group
+from megatron.core.transport import collectives
 from megatron.core.transport.transport import tree_sum
 
 _ALIGNMENT = 64
@@ -100,6 +103,33 @@ def _product(runs: Sequence[Tensor], right: Tensor) -> Tensor:
     right = aligned(right)
     products = [aligned(run) @ right for run in runs]
     return products[0] if len(products) == 1 else torch.cat(products)
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, count: int, units: int, group: Group) -> Tensor:
+        ctx.settings = dim, units, group
+        return x.unsqueeze(dim).expand(*x.shape[:dim], count, *x.shape[dim:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, units, group = ctx.settings
+        of_units = grad.to(torch.float32, copy=True).chunk(units, dim)
+        total = tree_sum([_add(part.unbind(dim)) for part in of_units]).contiguous()
+        if group.size() > 1 and total.numel():
+            total = collectives.all_reduce(total, group)
+        return total.to(grad.dtype), None, None, None, None
+
+
+def copies(x: Tensor, dim: int, count: int, units: int, group: Group) -> Tensor:
+    """Return x [...] with a new dimension `dim` of `count` copies, which belong to `units` units.
+
+    Args:
+        group: ranks that use x for the other units.
+    Communication:
+        in backward an all-reduce of the gradient of x.
+    """
+    return _Copies.apply(x, dim, count, units, group)
 
 
 def _add(terms: Iterable[Tensor]) -> Tensor:

@@ -277,7 +277,7 @@ class Attention(MegatronModule):
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
         """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
         projected tensors: here the gate, if there is one."""
-        return gated(attended, *late)
+        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode)
 
     def positions_of(
         self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel import attend_in_units, context_parallel_attention
@@ -40,6 +41,7 @@ CAUSAL_TYPES = (
 
 PADDING_SCORE = 1e4
 """Scores of padding are minus this number before scaling; the largest fp16 number is 65504."""
+_VECTOR = 64
 
 
 class DotProductAttention(MegatronModule):
@@ -314,15 +316,21 @@ def reader_of_cache(core: object) -> DotProductAttention:
     )
 
 
-def gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
+def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = False) -> Tensor:
     """Return attended * sigmoid(gate); without a gate `attended`.
 
     Args:
         attended: [s, b, n/tp * d].
         gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
+        in_vectors: pad the gate to full vectors: kernels round the elements after the last one by
+            other instructions.
     """
     if gate is None:
         return attended
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
+    logits = gate.float()
+    if missing := -logits.numel() % _VECTOR if in_vectors else 0:
+        logits = F.pad(logits.flatten(), (0, missing))
+    weights = logits.sigmoid().flatten()[: gate.numel()].view(gate.shape)
     parts = attended.unflatten(-1, (gate.shape[-1], -1))
-    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)
+    return (parts * weights.unsqueeze(-1)).flatten(-2).to(attended.dtype)

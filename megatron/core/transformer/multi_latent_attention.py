@@ -15,6 +15,7 @@ the rotary part, e of a value head, c width of a latent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.unit_products import copies
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -210,14 +212,20 @@ class MLASelfAttention(Attention):
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if not self.uses_rotary:
-            shared_key = shared_key.unsqueeze(2).expand(s, b, heads, p)
+            shared_key = shared_key.view(s, b, -1, p).expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
             positions = self.positions_of(s, query.device, None, b)
         cos, sin = self.rotary(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
+        if config.layout_invariant_mode:
+            # The kernel sees each head as a sample, with its own copy of the shared key.
+            cos, sin = (x.expand(-1, b, -1, -1).repeat_interleave(heads, 1) for x in (cos, sin))
+            query, key = (x.reshape(s, b * heads, 1, -1) for x in (query, key))
+            shared_key = shared_key.reshape(s, b * heads, p)
         query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
+        query, key = (x.view(s, b, heads, d + p) for x in (query, key))
         return query, key, self._apart(value)
 
     def _apart(self, value: Tensor) -> Tensor:
@@ -225,8 +233,15 @@ class MLASelfAttention(Attention):
         return value.contiguous() if self.recomputes_up_projection else value
 
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
-        """Return the shared rotary key of all tokens; its gradient is summed over heads."""
-        tp = self.pg_collection.tp
+        """Return the shared rotary key of all tokens [s, b, p], or in layout-invariant mode its
+        copies for this rank's heads [s, b, n/tp, p]; its gradient is summed over heads."""
+        tp, config = self.pg_collection.tp, self.config
+        if config.layout_invariant_mode:
+            if config.sequence_parallel:
+                shared_key = gather_from_sequence_parallel_region(shared_key, False, tp)
+            count = self.num_attention_heads_per_partition
+            units = math.gcd(config.num_attention_heads, config.tensor_units) // tp.size()
+            return copies(shared_key, 2, count, units, tp)
         if tp.size() == 1:
             return shared_key
         if self.config.sequence_parallel:

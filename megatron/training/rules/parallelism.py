@@ -228,11 +228,15 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"use --layout-invariant-tensor-units {max(8, 1 << (tp - 1).bit_length())}",
         )
         return
+    config = run.transformer_config
+    shared = config.moe_shared_expert_intermediate_size
     widths = {
         "--hidden-size": (model.hidden_size, 1),
-        "--ffn-hidden-size": (run.transformer_config.ffn_hidden_size, units),
-        "--kv-channels": (run.transformer_config.kv_channels, 1),
-        "--v-channels": (run.transformer_config.v_channels, 1),
+        "--ffn-hidden-size": (config.ffn_hidden_size, units),
+        "--kv-channels": (config.kv_channels, 1),
+        "--v-channels": (config.v_channels, 1),
+        "--moe-shared-expert-intermediate-size": (shared, units),
+        "--moe-ffn-hidden-size": (config.num_moe_experts and config.moe_ffn_hidden_size, units),
     }
     for flag, (width, pieces) in widths.items():
         if (width or 0) % (_VECTOR * pieces):
@@ -334,3 +338,22 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
 
 def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
+
+
+@rule
+def units_have_equal_parts_of_latent_heads(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the projections of latent attention."""
+    config = run.transformer_config
+    if not (config.layout_invariant_mode and config.multi_latent_attention and has_sizes(run)):
+        return
+    heads, units = config.num_attention_heads, config.tensor_units
+    d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    gate = 1 if config.attention_output_gate else units
+    if any(heads * width % units for width in (d + p, d + e, e, gate)):
+        yield problem(
+            f"--num-attention-heads {heads} with --layout-invariant-tensor-units {units}.",
+            "with --layout-invariant-mode each unit has equally many channels of latent attention"
+            " and of its gate",
+            "--multi-latent-attention",
+            fix=f"use a multiple of {units} heads, or fewer units",
+        )

@@ -262,6 +262,20 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             "--expert-tensor-parallel-size",
             fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
         )
+    exchanging, tp = expert_parallel * expert_tp, config.tensor_model_parallel_size
+    if config.layout_invariant_mode and (
+        config.tensor_units % expert_tp or max(exchanging, tp) % min(exchanging, tp)
+    ):
+        yield _problem(
+            f"expert-parallel size {expert_parallel} and expert-tensor-parallel size {expert_tp}"
+            f" with tensor-parallel size {tp}.",
+            "in layout-invariant mode an expert is split into a power of two of parts, and ranks"
+            " that exchange tokens hold whole micro batches",
+            "--layout-invariant-mode",
+            "--expert-model-parallel-size",
+            "--expert-tensor-parallel-size",
+            fix=f"use --expert-tensor-parallel-size 1 --expert-model-parallel-size {tp}",
+        )
     freq = config.moe_layer_freq
     if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
         yield _problem(

@@ -223,6 +223,7 @@ class LoadTrackingRouter(nn.Module):
     """Base of routers; `finish_router_step` finds them by this class."""
 
     load: ExpertLoad
+    routes_tokens_of_all_tp_ranks = False
 
     def loss_names(self) -> list[str]:
         """Return the names of the losses that this router adds."""
@@ -253,7 +254,8 @@ def loads_of_last_step() -> list[ExpertLoad]:
 def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Sum the counts of routers over all ranks of this stage, and call `apply_load`.
 
-    Communication: one all-reduce over tp x cp x dp, if the stage has experts.
+    Communication: one all-reduce over tp x cp x dp, if the stage has experts; in layout-invariant
+    mode over cp x dp, because the ranks of tp count the same tokens.
     """
     routers = list(routers_of(model))
     current_step().expert_loads = [weakref.ref(router.load) for router in routers]
@@ -263,7 +265,8 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     names = [router.loss_names() for router in routers]
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
-    torch_collectives.all_reduce(everything, groups.tp_dp_cp)
+    shared = groups.dp_cp if routers[0].routes_tokens_of_all_tp_ranks else groups.tp_dp_cp
+    torch_collectives.all_reduce(everything, shared)
     # One wait for the device for all routers, at the first read of a figure.
     sizes = [part.numel() for part in packed]
     on_host = functools.cache(lambda: everything.cpu().split(sizes))

@@ -201,6 +201,9 @@ class MoELayer(MegatronModule):
         shared_overlap: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
+        whole = None
+        if self.config.layout_invariant_mode:
+            whole = self._route_all_tokens(hidden_states, mask, packed_seq_params)
         x, rows = hidden_states, hidden_states.shape[0]
         missing = -rows % self._cut.size()
         if missing:  # pad the sequence, so that it splits into equal parts
@@ -217,7 +220,7 @@ class MoELayer(MegatronModule):
         if token_ids is not None and self.layer_number <= self.config.moe_n_hash_layers:
             ids = F.pad(token_ids.t(), (0, 0, 0, missing))
             options["token_ids"] = _shard_of_rows(ids, self.pg_collection.tp)
-        probs, routing_map = self.router(x, mask, **options)
+        probs, routing_map = self.router(x, mask, **options) if whole is None else whole
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
         )
@@ -244,6 +247,32 @@ class MoELayer(MegatronModule):
         output = output.view(x.shape)
         output = gather_from_sequence_parallel_region(output, False, self._cut)
         return output if output.shape[0] == rows else output[:rows]
+
+    def _route_all_tokens(
+        self, x: Tensor, mask: Tensor | None, packed: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor]:
+        """Route the tokens of all tensor-parallel ranks on each rank; see `TopKRouter`.
+
+        Args:
+            x: [s, b, h]; [s/tp, b, h] under sequence parallelism.
+            mask: bool [s, b], True for padding, or None.
+        Returns:
+            weights and map [t, e] of the tokens that this rank dispatches, padding included.
+        """
+        tp = self.pg_collection.tp
+        splits = self.config.sequence_parallel
+        x = gather_from_sequence_parallel_region(x, False, tp if splits else SINGLE_RANK)
+        sequences = None
+        if packed is not None and self.config.counts_by_sequence:
+            numbers, count = packed.resolve(x.shape[1], x.shape[0], x.device).numbered
+            sequences = TokenGroups(numbers.t(), count)
+        routed = self.router(x, mask, sequences)
+        missing = -x.shape[0] % tp.size()
+        probs, routing_map = (
+            F.pad(part.view(*x.shape[:2], -1), (0, 0, 0, 0, 0, missing)) for part in routed
+        )
+        probs = scatter_to_sequence_parallel_region(probs, tp)
+        return probs.flatten(0, 1), _shard_of_rows(routing_map, tp).flatten(0, 1)
 
     def _sequences(self, packed: PackedSeqParams, x: Tensor, num_padded: int) -> TokenGroups:
         """Return the documents of the tokens x [s, b, h] that this rank routes.

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.parameters.exact_sum import on_grid
 from megatron.core.parameters.keyed_draws import keyed_uniform
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import attach_aux_loss
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import is_recomputing
-from megatron.core.topology.group import Group
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.moe.load_balancing import (
     ExpertLoad,
     LoadTrackingRouter,
@@ -26,7 +27,11 @@ from megatron.core.transformer.moe.load_balancing import (
     load_balancing_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.router_replay import RouterReplay, rows_of_rank
+from megatron.core.transformer.moe.router_replay import (
+    RouterReplay,
+    routing_groups,
+    rows_of_rank,
+)
 from megatron.core.transformer.moe.routing import (
     RoutingResult,
     apply_capacity,
@@ -34,6 +39,7 @@ from megatron.core.transformer.moe.routing import (
     sinkhorn_routing,
     topk_routing,
 )
+from megatron.core.transformer.replicated_linear import linear_of_all_rows
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -69,13 +75,15 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         super().__init__(config, tp_group=groups.tp)
         assert config.num_moe_experts
         self.config: TransformerConfig = config
-        self.pg_collection = groups
+        self.pg_collection, self.routing_groups = groups, routing_groups(config, groups)
+        self.routes_tokens_of_all_tp_ranks = config.layout_invariant_mode
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk
         self.load = ExpertLoad(self.num_experts, 0)
         self.router_replay = RouterReplay()
-        axes = ("tp",) if config.tensor_model_parallel_size > 1 else ()
+        is_partial = config.tensor_model_parallel_size > 1 and not config.layout_invariant_mode
+        axes = ("tp",) if is_partial else ()
         self.weight = self.new_parameter(
             self.num_experts,
             config.hidden_size,
@@ -183,13 +191,17 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
-        rows = rows_of_rank(x.shape[0], self.pg_collection)
+        rows = rows_of_rank(x.shape[0], self.routing_groups)
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
         dtype = ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        x, weight = x.to(dtype), self.weight.to(dtype)
+        if config.layout_invariant_mode:
+            logits = linear_of_all_rows(x, weight, bias, SINGLE_RANK)
+        else:
+            logits = F.linear(x, weight, bias)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if config.moe_router_force_load_balancing:
@@ -209,7 +221,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         def replaced(indices: Tensor) -> Tensor:
             if table is not None and token_ids is not None:
                 indices = table[token_ids]
-            rows = rows_of_rank(s, self.pg_collection)
+            rows = rows_of_rank(s, self.routing_groups)
             return self.router_replay.choose(indices.view(s, b, -1), rows).flatten(0, 1)
 
         flat = logits.flatten(0, 1)
@@ -229,13 +241,13 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     @property
     def _sharing_groups(self) -> list[Group]:
         """Groups that together contain the ranks that share the micro batch."""
-        groups, cp = self.pg_collection, self.pg_collection.microbatch_cp
+        groups, cp = self.routing_groups, self.routing_groups.microbatch_cp
         found = [groups.tp_cp] if cp is groups.cp else [groups.tp, cp]
         return [group for group in found if group.size() > 1]
 
     @property
     def _ranks_per_sample(self) -> int:
-        return self.pg_collection.tp.size() * self.pg_collection.microbatch_cp.size()
+        return self.routing_groups.tp.size() * self.routing_groups.microbatch_cp.size()
 
     def _share(self) -> float:
         """Return this rank's share of the micro batches that its tokens belong to."""
@@ -259,7 +271,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             sequences = TokenGroups.of_samples(shape, chosen.device)
         # The weight of a chosen expert may round to zero, so -1 marks experts that are not chosen.
         marked = torch.where(chosen, choice.probs.detach().view(shape), -1.0)
-        own = rows_of_rank(shape[0], self.pg_collection).positions(marked.device)
+        own = rows_of_rank(shape[0], self.routing_groups).positions(marked.device)
         gathered = [marked, own]
         if sequences is not None:
             gathered.append(sequences.numbers)
@@ -293,7 +305,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         joined = rng_state().scope.samples
         batch = TokenGroups.of_all(shape, logits.device)
         if joined is not None:
-            own = rows_of_rank(shape[0], self.pg_collection).positions(logits.device)
+            own = rows_of_rank(shape[0], self.routing_groups).positions(logits.device)
             places = joined.places.to(logits.device)[own, None]
             batch = TokenGroups(places, max(joined.count, 1))
         count = float(shape[0] * shape[1] * self._ranks_per_sample)
@@ -334,7 +346,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
-                self.load.add(name, part)
+                self.load.add(name, on_grid(part) if config.layout_invariant_mode else part)
             probs = attach_aux_loss(probs, coefficient * part, num_tokens)
         return probs
 
