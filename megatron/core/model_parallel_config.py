@@ -110,6 +110,9 @@ class ParallelFlags:
     """Number of units that each weight matrix is cut into. A rank computes the products of its
     units, and the units' sums are added in a fixed tree: the tensor-parallel size must divide this
     power of two."""
+    batch_invariant_mode: bool = False
+    """Compute the same bits for a token whichever sequences share its batch, with or without a
+    cache. Switches layout_invariant_mode on, so that trainer and generator agree to the bit."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -198,6 +201,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
         warn_of_unused_settings(self)
 
     def _derive_parallel(self) -> None:
+        self.layout_invariant_mode |= self.batch_invariant_mode
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:

@@ -18,11 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transport.transport import tree_sum
 
 _ALIGNMENT = 64
+ROWS = 32
+"""Rows of a block of `Units.has_row_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Units:
     """Units of this rank."""
     blocks: int = 1
     """Blocks of the split dimension; a unit is one piece of each block."""
+    has_row_blocks: bool = False
+    """Compute the outputs of `ROWS` rows at a time (`batch_invariant_mode`)."""
 
     def pieces(self, x: Tensor, dim: int) -> list[Tensor]:
         """Cut a dimension of x [..., n, ...]: [..., n/(u b), ...] each, the part of unit j of block
@@ -52,13 +57,17 @@ class Units:
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return rows [t, i] @ weight.T: [t, o], or for `dim` 1 the sum of this rank, fp32."""
-        if self.dim == 0:
-            return self._spread(rows, weight.t(), 1)
-        return self._contract(rows, weight.t())
+        product = self._spread if self.dim == 0 else self._contract
+        if not self.has_row_blocks:
+            return product(rows, weight.t())
+        # Kernels choose their code by the number of rows, but not by the index of a row.
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
+        right = weight.t() if self.dim == 0 else weight.t().contiguous()
+        return torch.cat([product(block, right) for block in blocks])[: len(rows)]
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return grad [t, o] @ weight: [t, i], or for `dim` 0 the sum of this rank, fp32."""
-        return self._contract(grad, weight) if self.dim == 0 else self._spread(grad, weight, 1)
+        return self._contract(grad, weight) if self.dim == 0 else self._spread(grad, weight)
 
     def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
         """Return grad.T @ rows: [o, i]."""
@@ -66,7 +75,7 @@ class Units:
             return self._spread(grad.t(), rows, 0)
         return self._spread(grad.t(), rows, 1)
 
-    def _spread(self, left: Tensor, right: Tensor, dim: int) -> Tensor:
+    def _spread(self, left: Tensor, right: Tensor, dim: int = 1) -> Tensor:
         """Return left @ right, whose dimension `dim` is cut into pieces."""
         if dim == 0:
             right = aligned(right)
