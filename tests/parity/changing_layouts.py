@@ -27,7 +27,7 @@ from tests.parity.training_run import train_with_flags
 MODEL = (
     "--layout-invariant-mode --num-layers 4 --hidden-size 64 --num-attention-heads 8"
     " --kv-channels 32 --ffn-hidden-size 256 --seq-length 16 --vocab-size 230"
-    " --make-vocab-size-divisible-by 32 --micro-batch-size 1 --global-batch-size 24"
+    " --make-vocab-size-divisible-by 32 --micro-batch-size 1 --global-batch-size 12"
     " --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 3"
     " --hidden-dropout 0.1 --attention-dropout 0.1 --mock-data --log-interval 1 --num-workers 0"
     " --eval-iters 0"

@@ -256,6 +256,8 @@ class FaultyExecution(Execution):
 class Found:
     """What finds a fault."""
 
+    stops: bool
+    """The run with the fault does not reach its end."""
     by_digest: bool
     by_losses: bool
     """Within the tolerances of the parity tests."""
@@ -278,6 +280,7 @@ def find(execution: FaultyExecution, fault: Fault, precision: Settings) -> Found
     verdict = compare(case, _without_digest(wrong), _without_digest(one))
     losses = compare(case, _losses_of(wrong), _losses_of(one))
     return Found(
+        stops=wrong.kind is not Kind.EQUAL,
         by_digest=execution.digest != expected,
         by_losses=losses.kind is not Kind.EQUAL,
         by_tolerances=verdict.kind is not Kind.EQUAL,
@@ -314,7 +317,7 @@ def main() -> int:
             for fault in (fault for fault in FAULTS if flags.only in fault.name):
                 one = find(execution, fault, PRECISIONS[precision])
                 found.append(one)
-                seen = ", ".join(f"{k} {'finds' if v else 'MISSES'}" for k, v in vars(one).items())
+                seen = ", ".join(f"{k}: {'yes' if v else 'NO'}" for k, v in vars(one).items())
                 print(f"{precision}, {fault.name}: {seen}", flush=True)
         missed = {way: sum(not getattr(one, way) for one in found) for way in vars(found[0])}
         print(f"{precision}: {len(found)} faults, missed: {missed}", flush=True)

@@ -134,7 +134,7 @@ def trained(model: object, groups: object, ids: Tensor, size: int) -> Tensor:
         ends = [begin + len(whole[n]) for n, _, begin in mine]
         shape = (1 + max(row for _, row, _ in mine), max(ends))
         tokens, positions = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-        labels, starts = torch.full(shape, IGNORED_LABEL), torch.full(shape, LENGTH)
+        labels, starts = torch.full(shape, IGNORED_LABEL), torch.full(shape, shape[1])
         for (n, row, begin), end in zip(mine, ends, strict=True):
             tokens[row, begin:end] = torch.tensor(whole[n])
             positions[row, begin:end] = torch.arange(end - begin)

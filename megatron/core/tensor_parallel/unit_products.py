@@ -62,8 +62,7 @@ class Units:
             return product(rows, weight.t())
         # Kernels choose their code by the number of rows, but not by the index of a row.
         blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
-        right = weight.t() if self.dim == 0 else weight.t().contiguous()
-        return torch.cat([product(block, right) for block in blocks])[: len(rows)]
+        return torch.cat([product(block, weight.t()) for block in blocks])[: len(rows)]
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return grad [t, o] @ weight: [t, i], or for `dim` 0 the sum of this rank, fp32."""
@@ -99,7 +98,15 @@ def _add(terms: Iterable[Tensor]) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x [m, n], or a copy, whose rows or columns are contiguous from an aligned address."""
-    if x.data_ptr() % _ALIGNMENT == 0 and (x.is_contiguous() or x.t().is_contiguous()):
+    """Return x [m, n], or a copy, whose rows or columns are dense and start at aligned addresses.
+
+    They are contiguous, or on the CPU the pieces of longer ones: its kernels copy blocks of their
+    operands. Other devices choose kernels by the distance of two rows, too.
+    """
+    rows = x.t() if x.stride(0) == 1 else x
+    has_gaps = rows.stride(0) > rows.shape[1] and x.device.type == "cpu"
+    is_dense = rows.is_contiguous() or (has_gaps and rows.stride(1) == 1)
+    distance = rows.stride(0) * x.element_size() if has_gaps else 0
+    if is_dense and x.data_ptr() % _ALIGNMENT == 0 and distance % _ALIGNMENT == 0:
         return x
-    return x.t().contiguous().t() if x.stride(0) == 1 else x.contiguous()
+    return rows.contiguous() if rows is x else rows.contiguous().t()
