@@ -113,6 +113,9 @@ class ParallelFlags:
     layout_invariant_sequence_units: int = flag(1, part_of="layout_invariant_mode")
     """Number of units that each sequence is cut into. A rank computes the products and the
     attention of its units one by one: with context parallelism it is a multiple of 2 * cp."""
+    batch_invariant_mode: bool = False
+    """Compute the same bits for a token whichever sequences share its batch, with or without a
+    cache. Switches layout_invariant_mode on, so that trainer and generator agree to the bit."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -206,6 +209,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
         warn_of_unused_settings(self)
 
     def _derive_parallel(self) -> None:
+        self.layout_invariant_mode |= self.batch_invariant_mode
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:

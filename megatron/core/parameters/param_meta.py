@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
-from megatron.core.parameters.exact_sum import on_grid, row_sum
+from megatron.core.parameters.exact_sum import add_on_grid, on_grid, row_sum
 
 _ATTRIBUTE = "_param_meta"
 
@@ -190,8 +190,10 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
     if main_grad.dtype == torch.float64 and parameter.dtype != torch.float64:
-        grad = on_grid(grad if scale == 1.0 else grad * scale)
-        scale = 1.0
+        terms = grad if scale == 1.0 else grad * scale
+        add_on_grid(main_grad, terms, is_first=parameter.main_grad_is_fresh)
+        parameter.main_grad_is_fresh = False
+        return
     if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
         # `add_` refuses such a factor: an initial fp16 loss scale may be this large.
         grad, scale = grad * scale, 1.0

@@ -61,12 +61,12 @@ class ParallelLayer(nn.Module):
 
     def units(self, dim: int, blocks: int) -> Units | None:
         """Return this rank's units of a weight split along `dim`; None without units."""
-        if not self.config.layout_invariant_mode:
+        config = self.config
+        if not config.layout_invariant_mode:
             return None
-        config, runs = self.config, 1
-        if not self.is_expert:
-            runs = divide(config.sequence_units, config.context_parallel_size)
-        return Units(dim, divide(config.tensor_units, self.tp_size), blocks, runs)
+        runs = 1 if self.is_expert else divide(config.sequence_units, config.context_parallel_size)
+        count = divide(config.tensor_units, self.tp_size)
+        return Units(dim, count, blocks, runs, config.batch_invariant_mode)
 
     def new_parameter(
         self,

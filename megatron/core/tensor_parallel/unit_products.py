@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parameters.exact_sum import on_grid
@@ -30,6 +31,8 @@ from megatron.core.transport import collectives
 from megatron.core.transport.transport import tree_sum
 
 _ALIGNMENT = 64
+ROWS = 32
+"""Rows of a block of `Units.has_row_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Units:
     """Blocks of the split dimension; a unit is one piece of each block."""
     runs: int = 1
     """Units of the sequence on this rank: equal runs of rows."""
+    has_row_blocks: bool = False
+    """Compute the outputs of `ROWS` rows at a time (`batch_invariant_mode`)."""
 
     def pieces(self, x: Tensor, dim: int) -> list[Tensor]:
         """Cut a dimension of x [..., n, ...]: [..., n/(u b), ...] each, the part of unit j of block
@@ -61,9 +66,12 @@ class Units:
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return rows [t, i] @ weight.T: [t, o], or for `dim` 1 the sum of this rank, fp32."""
-        if self.dim == 0:
-            return self._spread(rows, weight.t())
-        return self._contract(rows, weight.t())
+        product = self._spread if self.dim == 0 else self._contract
+        if not self.has_row_blocks:
+            return product(rows, weight.t())
+        # Kernels choose their code by the number of rows, but not by the index of a row.
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
+        return torch.cat([product(block, weight.t()) for block in blocks])[: len(rows)]
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return grad [t, o] @ weight: [t, i], or for `dim` 0 the sum of this rank, fp32."""
@@ -141,7 +149,15 @@ def _add(terms: Iterable[Tensor]) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x [m, n], or a copy, whose rows or columns are contiguous from an aligned address."""
-    if x.data_ptr() % _ALIGNMENT == 0 and (x.is_contiguous() or x.t().is_contiguous()):
+    """Return x [m, n], or a copy, whose rows or columns are dense and start at aligned addresses.
+
+    They are contiguous, or on the CPU the pieces of longer ones: its kernels copy blocks of their
+    operands. Other devices choose kernels by the distance of two rows, too.
+    """
+    rows = x.t() if x.stride(0) == 1 else x
+    has_gaps = rows.stride(0) > rows.shape[1] and x.device.type == "cpu"
+    is_dense = rows.is_contiguous() or (has_gaps and rows.stride(1) == 1)
+    distance = rows.stride(0) * x.element_size() if has_gaps else 0
+    if is_dense and x.data_ptr() % _ALIGNMENT == 0 and distance % _ALIGNMENT == 0:
         return x
-    return x.t().contiguous().t() if x.stride(0) == 1 else x.contiguous()
+    return rows.contiguous() if rows is x else rows.contiguous().t()

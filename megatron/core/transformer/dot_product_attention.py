@@ -20,6 +20,10 @@ from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
+from megatron.core.kernels.batch_invariant_attention import (
+    batch_invariant_attention,
+    batch_invariant_kernel,
+)
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
@@ -119,6 +123,8 @@ class DotProductAttention(MegatronModule):
             query, key = without_padding(query, key, packed_seq_params)
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
+        if self.config.batch_invariant_mode:
+            return batch_invariant_kernel(query, key, value, options)
         groups = self.context_groups
         num_units = self._sequence_units(query, key, groups.cp.size())
         comm_type = self.cp_comm_type if max(groups.cp.size(), num_units) > 1 else None
@@ -168,7 +174,9 @@ class DotProductAttention(MegatronModule):
             [s, b, n*e].
         """
         keys, values = cached[:2]
-        return kv_cache_attention(
+        is_invariant = self.config.batch_invariant_mode
+        attend = batch_invariant_attention if is_invariant else kv_cache_attention
+        return attend(
             query,
             keys,
             values,
