@@ -50,8 +50,9 @@ def batch_invariant_kernel(
         return batch_invariant_kernel(query, key, value, whole)[at]
     s, b, _, _ = query.shape
     num_keys, g = key.shape[0], key.shape[2]
-    masks = [options.masked_keys(s, num_keys, query.device), options.attention_mask]
+    masks = options.masked_keys(s, num_keys, query.device), options.attention_mask
     given = [_by_group(mask, g) for mask in masks if mask is not None]
+    factors = options.keep_mask(query, num_keys)
     return batch_invariant_attention(
         query,
         key.permute(1, 2, 0, 3),
@@ -59,7 +60,7 @@ def batch_invariant_kernel(
         scale=options.scale,
         hidden=functools.reduce(torch.logical_or, given) if given else None,
         bias=None if options.attention_bias is None else _by_group(options.attention_bias, g),
-        factors=None if not options.dropout else _by_group(options.keep_mask(query, num_keys), g),
+        factors=None if factors is None else _by_group(factors, g),
         sink=options.sink,
         softcap=options.softcap,
     )
