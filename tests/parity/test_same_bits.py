@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.tolerances import FP32_REORDERED_SUM
 from tests.parity.random_layouts.cases import Case
 from tests.parity.random_layouts.execution import Execution
 from tests.parity.random_layouts.outcomes import Kind
@@ -41,6 +42,9 @@ def num_equal(folder: Path, drawn: Iterable[Case]) -> int:
     return count
 
 
+MODE = (
+    "layout-invariant-mode", "layout-invariant-tensor-units", "layout-invariant-sequence-units",
+)  # fmt: skip
 KINDS_OF_CONTEXT_PARALLELISM = (
     "--context-parallel-size 2 --cp-comm-type p2p --pipeline-model-parallel-size 2",
     "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -62,9 +66,23 @@ def test_kinds_of_context_parallelism_have_the_bits_of_one_process(tmp_path):
 
 
 @pytest.mark.distributed
+def test_the_mode_changes_a_hybrid_model_by_rounding_only(tmp_path):
+    execution, flags = Execution(tmp_path), ("bf16", "grad-reduce-in-bf16")
+    drawn = next(c for c in cases(seed=5, num=20) if "hybrid-layer-pattern" in c.settings)
+    case = drawn.serial.without(*flags)
+    one, plain = execution.run(case), execution.run(case.without(*MODE))
+    assert one.kind is plain.kind is Kind.EQUAL, one.text + plain.text
+    losses = [
+        [figure.value for figure in result.figures if figure.name == "step 1 lm loss"]
+        for result in (one, plain)
+    ]
+    assert losses[0] and losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=FP32_REORDERED_SUM.rtol)
+
+
+@pytest.mark.distributed
 def test_without_the_mode_the_bits_depend_on_the_layout(tmp_path):
     execution = Execution(tmp_path)
-    names = ("layout-invariant-mode", "layout-invariant-tensor-units")
-    plain = [case.without(*names) for case in cases(seed=5, num=12)]
+    plain = [case.without(*MODE) for case in cases(seed=5, num=12)]
     split = next(case for case in plain if case.settings.get("tensor-model-parallel-size") == 2)
     assert differences(execution.run(split.serial), execution.run(split))

@@ -254,8 +254,8 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
     if has_sinks and heads >= _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
         yield problem(
             f"--softmax-type learnable with --num-attention-heads {heads}.",
-            f"with --layout-invariant-mode each unit has a multiple of {_ADAM_VECTOR} learned"
-            " sinks, one for each head",
+            "with --layout-invariant-mode each unit has a multiple of"
+            f" {_ADAM_VECTOR} learned sinks, one for each head",
             "--layout-invariant-mode",
             "--layout-invariant-tensor-units",
             fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
