@@ -5,8 +5,9 @@
 
 Single-threaded gloo processes train the GPT of `benchmarks.two_ranks` (width 512, 8 layers) in one
 process and on two ranks, with clipping and Adam. Steps with and without the mode alternate in the
-same processes; a row has the medians, and the median, smallest and largest ratio of a step and the
-step after it. Memory is the largest resident set of a rank, in fresh processes for each mode.
+same processes. A row has medians, and the median, smallest and largest ratio of a step and the step
+after it, in seconds of the clock and of the processor of rank 0. Memory is the largest resident set
+of a rank, in fresh processes for each mode.
 """
 
 from __future__ import annotations
@@ -69,15 +70,18 @@ def measure(rank: int, store: str, name: str, flags: Flags) -> None:
     modes = [_step(groups, name, flags, invariant=invariant) for invariant in (False, True)]
     for step in modes:
         step()
-    pairs = [[seconds(step)[0] for step in modes] for _ in range(flags.rounds)]
+    pairs = [[seconds(step) for step in modes] for _ in range(flags.rounds)]
     if rank == 0:
-        plain, mode = (statistics.median(times) for times in zip(*pairs, strict=True))
-        ratios = sorted(after / before for before, after in pairs)
-        print(
-            f"{name:<12} {plain * 1e3:7.0f} ms  with the mode {mode * 1e3:7.0f} ms  ratio"
-            f" {statistics.median(ratios):.3f} ({ratios[0]:.3f} ... {ratios[-1]:.3f})",
-            flush=True,
-        )
+        texts = []
+        for kind, what in enumerate(("wall", "processor")):
+            times = [[one[kind] for one in pair] for pair in pairs]
+            plain, mode = (statistics.median(column) for column in zip(*times, strict=True))
+            ratios = sorted(after / before for before, after in times)
+            texts.append(
+                f"{what} {plain * 1e3:6.0f} ms, with the mode {mode * 1e3:6.0f} ms, ratio"
+                f" {statistics.median(ratios):.3f} ({ratios[0]:.3f} ... {ratios[-1]:.3f})"
+            )
+        print(f"{name:<12} {'; '.join(texts)}; load {os.getloadavg()[0]:.0f}", flush=True)
     dist.destroy_process_group()
 
 

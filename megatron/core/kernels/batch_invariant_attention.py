@@ -50,24 +50,25 @@ def batch_invariant_kernel(
         return batch_invariant_kernel(query, key, value, whole)[at]
     s, b, _, _ = query.shape
     num_keys, g = key.shape[0], key.shape[2]
-    masks = options.masked_keys(s, num_keys, query.device), options.attention_mask
-    given = [_by_group(mask, g) for mask in masks if mask is not None]
-    factors = options.keep_mask(query, num_keys)
+    masks = [options.masked_keys(s, num_keys, query.device), options.attention_mask]
+    given = [found for mask in masks if (found := _by_group(mask, g)) is not None]
     return batch_invariant_attention(
         query,
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
         scale=options.scale,
         hidden=functools.reduce(torch.logical_or, given) if given else None,
-        bias=None if options.attention_bias is None else _by_group(options.attention_bias, g),
-        factors=None if factors is None else _by_group(factors, g),
+        bias=_by_group(options.attention_bias, g),
+        factors=_by_group(options.keep_mask(query, num_keys), g),
         sink=options.sink,
         softcap=options.softcap,
     )
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
+def _by_group(x: Tensor | None, groups: int) -> Tensor | None:
     """Return x, broadcastable to [b, n, s, k], in a shape broadcastable to [b, g, s, r, k]."""
+    if x is None:
+        return None
     x = x[(None,) * (4 - x.dim())]
     return x.unsqueeze(3) if x.shape[1] == 1 else x.unflatten(1, (groups, -1)).transpose(2, 3)
 

@@ -22,7 +22,7 @@ LIMIT = 2.0**8
 """Largest magnitude of an exact sum: fp64 has 52 bits below it, one of them is left."""
 LOSS_GRID = 2.0**-24
 """Losses of tokens are rounded to its multiples: their sums are exact below 2^29."""
-_PART = 2**15
+_PART = 2**16
 _SHIFT = 1.5 * 2.0**52
 
 
@@ -38,7 +38,7 @@ def add_on_grid(sums: Tensor, terms: Tensor, *, is_first: bool) -> None:
     """Add terms [...], rounded to multiples of `GRID`, to exact sums [...], or overwrite them."""
     for total, term in zip(_parts(sums.view(-1)), _parts(terms.reshape(-1)), strict=True):
         if is_first:
-            total.copy_(term).add_(_SHIFT * GRID).sub_(_SHIFT * GRID)
+            total.copy_(on_grid(term))
         else:
             total.add_(on_grid(term))
 
@@ -54,8 +54,9 @@ def round_sums(sums: Tensor, factor: float) -> None:
     A sum beyond `LIMIT` becomes NaN: its bits may depend on the order of its terms.
     """
     for part in _parts(sums.view(-1)):
-        part.masked_fill_(part.abs() > LIMIT, torch.nan)
-        part.copy_(part.mul_(factor).float())
+        rounded = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+        torch.mul(part, factor, out=rounded)
+        part.copy_(rounded.masked_fill_(rounded.abs() > LIMIT * factor, torch.nan))
 
 
 def _parts(flat: Tensor) -> tuple[Tensor, ...]:
