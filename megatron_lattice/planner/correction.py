@@ -31,8 +31,8 @@ NOISE = 0.5
 """Deviation of repeated measurements, relative to the deviation of the model's errors."""
 OUTLIER = 0.06
 """A row whose log error differs this much from the error of similar rows counts half."""
-_ALIKE = 0.5
-"""Similarity above which a row has the graphs of another."""
+ALIKE = 0.5
+"""Similarity above which two rows are alike: a row has the graphs of one that is alike."""
 _NEAREST = 0.7
 """Rows that are less similar than this share of the most similar one do not count for graphs."""
 _OF_MODEL = ("attended_share", "has_sinks")
@@ -84,7 +84,7 @@ class Correction:
         like = np.where(workloads.is_moe[:, None] & (self.facts[:, 0] >= 0), like, 0.0)
         near = np.where(like > _NEAREST * like.max(axis=1, keepdims=True), like, 0.0)
         votes = (near @ (self.facts[:, 0] > 0)) / np.maximum(near.sum(axis=1), 1e-9)
-        is_known = is_open & (like.max(axis=1) > _ALIKE)
+        is_known = is_open & (like.max(axis=1) > ALIKE)
         is_graph = np.where(is_open, is_known & (votes >= 0.5), workloads.graphs == "iteration")
         sizes = np.stack([getattr(workloads, name) for name in _SIZES], axis=1)
         is_same = (sizes[:, None] == self.facts[None, :, -len(_SIZES) :]).all(axis=-1)

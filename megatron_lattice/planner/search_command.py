@@ -34,6 +34,7 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
 from megatron_lattice import read_deepspeed_config
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
+from megatron_lattice.planner.correction import ALIKE
 from megatron_lattice.planner.hardware import Gpu, Hardware, gpu_named
 from megatron_lattice.planner.layout_search import (
     CORRECTED,
@@ -295,13 +296,14 @@ def surest_first(found: SearchResult, predictor: Predictor) -> NDArray[np.int_]:
 
     Among predictions within `EQUALLY_GOOD` of the fastest, a layout that is similar to measured
     runs is the better choice, then one that does not split the sequence, then one with a small
-    micro batch.
+    micro batch. Below `ALIKE` no measured run is similar.
     """
     first = found.order[:CORRECTED]
     limit = found.seconds[first].min() * (1 + EQUALLY_GOOD)
     near = first[found.seconds[first] <= limit]
     table = found.table.take(near)
-    like = np.round(predictor.correction.similarity(table, predictor.hardware), 1)
+    like = predictor.correction.similarity(table, predictor.hardware)
+    like = np.where(like < ALIKE, 0.0, np.round(like, 1))
     keys = (found.seconds[near], table.micro_batch_size, table.context_size, -like)
     return np.concatenate([near[np.lexsort(keys)], found.order[len(near) :]])
 
