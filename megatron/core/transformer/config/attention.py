@@ -307,7 +307,7 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
             flags=["--multi-latent-attention", "--q-lora-rank"],
             fix="add --multi-latent-attention --q-lora-rank 1536",
         )
-    if not any(kind.has_indexer for kind in kinds):
+    if not any(kind.is_sparse or kind.chooses_entries for kind in kinds):
         return
     for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
         value = getattr(config, name)
