@@ -14,15 +14,12 @@ d and e widths of key and value heads, z = b*g.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels.attention_options import AttentionOptions
-from megatron.core.kernels.block_mask import MaskSpec
-from megatron.core.packed_seq_params import Documents
 
 ROWS, KEYS = 32, 64
 
@@ -30,25 +27,8 @@ ROWS, KEYS = 32, 64
 def batch_invariant_kernel(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attend without a cache; see `AttentionKernel`.
-
-    Packed documents become sequences of a padded batch, unless a mask, a bias or dropout belongs to
-    the whole row.
-    """
-    rows = (options.attention_mask, options.attention_bias, options.dropout or None)
-    ids = options.mask.document_ids
-    if ids is not None and rows == (None, None, None):
-        documents = Documents(seq_idx=ids)
-        number, count = documents.numbered
-        at = documents.positions.t(), number.t()  # [s, b] each
-        longest = int(at[0].max()) + 1
-        apart = (x.new_zeros(longest, count, *x.shape[2:]) for x in (query, key, value))
-        query, key, value = (
-            empty.index_put(at, x) for empty, x in zip(apart, (query, key, value), strict=True)
-        )
-        whole = replace(options, mask=MaskSpec(options.mask.window))
-        return batch_invariant_kernel(query, key, value, whole)[at]
-    s, b, _, _ = query.shape
+    """Attend without a cache; see `AttentionKernel`."""
+    s = query.shape[0]
     num_keys, g = key.shape[0], key.shape[2]
     masks = [options.masked_keys(s, num_keys, query.device), options.attention_mask]
     given = [found for mask in masks if (found := _by_group(mask, g)) is not None]

@@ -124,7 +124,7 @@ class DotProductAttention(MegatronModule):
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
         if self.config.batch_invariant_mode:
-            return batch_invariant_kernel(query, key, value, options)
+            return attend_to_each_document(query, key, value, options)
         groups = self.context_groups
         num_units = self._sequence_units(query, key, groups.cp.size())
         comm_type = self.cp_comm_type if max(groups.cp.size(), num_units) > 1 else None
@@ -291,6 +291,29 @@ def asked_backend(config: TransformerConfig) -> str:
     """Return the requested attention backend: a value of `--attention-backend`."""
     # Layer scaling is useful only for kernels that hold scores in the activations' dtype.
     return "unfused" if config.apply_query_key_layer_scaling else config.attention_backend.name
+
+
+def attend_to_each_document(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend independently of the batch, with packed documents as sequences of a padded batch.
+
+    A mask, a bias or dropout belongs to the whole row: then the row stays one sequence.
+
+    Args: see `AttentionKernel`.
+    """
+    ids, whole = options.mask.document_ids, (options.attention_mask, options.attention_bias)
+    if ids is None or whole != (None, None) or options.dropout:
+        return batch_invariant_kernel(query, key, value, options)
+    documents = Documents(seq_idx=ids)
+    number, count = documents.numbered
+    at = documents.positions.t(), number.t()  # [s, b] each
+    longest = int(at[0].max()) + 1
+    parts = [
+        x.new_zeros(longest, count, *x.shape[2:]).index_put(at, x) for x in (query, key, value)
+    ]
+    alone = replace(options, mask=MaskSpec(options.mask.window))
+    return batch_invariant_kernel(parts[0], parts[1], parts[2], alone)[at]
 
 
 def without_padding(
