@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
-from megatron.core.parameters.exact_sum import on_grid, row_sum
+from megatron.core.parameters.exact_sum import on_grid
 
 _ATTRIBUTE = "_param_meta"
 
@@ -219,7 +219,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        total = row_sum(grad.reshape(-1, grad.shape[-1]))
+        total = on_grid(grad.reshape(-1, *ctx.parameter.shape)).sum(0)
         if has_main_grad(ctx.parameter):
             accumulate_main_grad(ctx.parameter, total)
             return None, None
@@ -227,7 +227,7 @@ class _Rows(torch.autograd.Function):
 
 
 def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a parameter [h] to [..., h]; its gradient is the exact sum of the rows' gradients."""
+    """Expand a parameter [h, ...] to [n, h, ...]; its gradient is the exact sum over copies."""
     return _Rows.apply(parameter, shape)
 
 
