@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
-from megatron.core.parameters.exact_sum import add_on_grid, on_grid, row_sum
+from megatron.core.parameters.exact_sum import add_on_grid, on_grid
 
 _ATTRIBUTE = "_param_meta"
 
@@ -221,7 +221,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        total = row_sum(grad.reshape(-1, *ctx.parameter.shape))
+        total = on_grid(grad.reshape(-1, *ctx.parameter.shape)).sum(0)
         if has_main_grad(ctx.parameter):
             accumulate_main_grad(ctx.parameter, total)
             return None, None
@@ -229,7 +229,7 @@ class _Rows(torch.autograd.Function):
 
 
 def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a parameter [...] to [..., ...]; its gradient is the exact sum over new dimensions."""
+    """Expand a parameter [h, ...] to [n, h, ...]; its gradient is the exact sum over copies."""
     return _Rows.apply(parameter, shape)
 
 

@@ -34,7 +34,7 @@ from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.chunks import Chunks, DocumentRows
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
+from megatron.core.parameters.param_meta import get_param_meta, in_rows, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.sequence_pieces import SequencePieces
@@ -225,10 +225,10 @@ class RecurrentMixer(MegatronModule):
         Returns:
             [s, b, n/tp * e].
         """
+        if not self.config.layout_invariant_mode:
+            return self._mix(packed, packed_seq_params)
         units = math.gcd(self.sizes.num_blocks, self.config.tensor_units)
         count = max(units // self.pg_collection.tp.size(), 1)
-        if count == 1:
-            return self._mix(packed, packed_seq_params)
         outputs = [
             self._unit(number, count)._mix(part.contiguous(), packed_seq_params)
             for number, part in enumerate(packed.chunk(count, -1))
@@ -300,7 +300,7 @@ def _part_of(module: _Module, number: int, count: int) -> _Module:
     """Return a copy of a module with one of `count` parts of each parameter [n, ...]."""
     part = copy.copy(module)
     own = module._parameters.items()
-    parts = {n: None if p is None else p.chunk(count)[number] for n, p in own}
+    parts = {n: None if p is None else in_rows(p, p.shape).chunk(count)[number] for n, p in own}
     part.__dict__["_parameters"] = parts
     return part
 

@@ -27,6 +27,7 @@ from megatron.core.kernels.batch_invariant_attention import (
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
@@ -142,6 +143,8 @@ class DotProductAttention(MegatronModule):
                 attend=self._attend_in_units,
             )
         if self.config.layout_invariant_mode:
+            if options.sink is not None:
+                options = replace(options, sink=in_rows(options.sink, options.sink.shape))
             return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
