@@ -229,6 +229,7 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
         "--hidden-size": (model.hidden_size, 1),
         "--ffn-hidden-size": (config.ffn_hidden_size, units),
         "--kv-channels": (config.kv_channels, 1),
+        "--v-channels": (config.v_channels, 1),
         "--moe-shared-expert-intermediate-size": (shared, units),
         "--moe-ffn-hidden-size": (config.num_moe_experts and config.moe_ffn_hidden_size, units),
     }
