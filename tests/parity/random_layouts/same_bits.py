@@ -49,7 +49,7 @@ LEFT_OUT = (
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
     "kv-channels", "v-channels", "num-query-groups", "group-query-attention", "rotary-percent",
     "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "moe-expert-rank-capacity-factor",
-    "moe-pad-expert-input-to-capacity",
+    "moe-pad-expert-input-to-capacity", "v-channels",
 )  # fmt: skip
 """Settings that are dropped: the mode refuses them, they do not fit these sizes, they start from
 another run, or they choose a kernel of other bits."""
