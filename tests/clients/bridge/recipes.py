@@ -77,6 +77,7 @@ def _cut_down(config: Any, layout: dict[str, int]) -> None:
     config.tokenizer.tokenizer_type = "NullTokenizer"
     config.tokenizer.tokenizer_model = None
     config.tokenizer.vocab_size = V
+    config.tokenizer.use_tokenizer_vocab_size = False  # its padding depends on the layout
     config.dataset.num_workers = 0
     config.train.train_iters = NUM_STEPS
     config.train.global_batch_size, config.train.micro_batch_size = 4, 1
