@@ -80,7 +80,7 @@ def _resolve_target_class(target: Any) -> Any:
         return None
 
 
-def sanitize_dataclass_config(config: Any) -> Any:
+def sanitize_dataclass_config(config: object) -> Any:
     """Return the config without computed fields, which older files contain (`init=False`)."""
     if isinstance(config, list):
         return [sanitize_dataclass_config(item) for item in config]
@@ -98,7 +98,7 @@ class ConfigContainerBase:
 
     @classmethod
     def from_dict(
-        cls, config_dict: dict[str, Any], mode: InstantiationMode = InstantiationMode.STRICT
+        cls, config_dict: dict[str, object], mode: InstantiationMode = InstantiationMode.STRICT
     ) -> Self:
         """Build a container from the result of `to_dict`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -237,7 +237,7 @@ def barrier_and_log(string: str) -> None:
     print_rank_0(f"[{string}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
-def add_filter_to_all_loggers(added: Any) -> None:
+def add_filter_to_all_loggers(added: logging.Filter | Callable[[logging.LogRecord], bool]) -> None:
     """Add a filter, an object or a function, to the root logger and all that exist."""
     for name in (None, *logging.root.manager.loggerDict):
         logging.getLogger(name).addFilter(added)

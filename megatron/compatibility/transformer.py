@@ -65,7 +65,7 @@ class LocalSpecProvider:
 
 
 def mamba_layer_submodules(
-    norm: Any = IdentityOp, mixer: Any = IdentityOp, mamba_bda: Any = IdentityFuncOp
+    norm: object = IdentityOp, mixer: object = IdentityOp, mamba_bda: object = IdentityFuncOp
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer whose only part is a mixer, which has its attention's place."""
     return TransformerLayerSubmodules(

@@ -79,10 +79,10 @@ target_allowlist = TargetAllowlist(
 
 
 def instantiate(
-    config: Any,
-    *args: Any,
+    config: object,
+    *args: object,
     mode: InstantiationMode = InstantiationMode.LENIENT,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Build what `config` describes; None stays None.
 
@@ -107,8 +107,8 @@ def instantiate(
 
 
 def instantiate_node(
-    node: Any,
-    *args: Any,
+    node: object,
+    *args: object,
     partial: bool = False,
     mode: InstantiationMode = InstantiationMode.LENIENT,
     full_key: str = "",

@@ -206,3 +206,7 @@ def test_yarn_of_a_decoder_is_read_under_megatrons_names():
     both = Theirs(**LAYERS, yarn_rotary_scaling_factor=32.0, yarn_mscale=0.5, yarn_mscale_all_dim=1)
     assert both.softmax_scale == yarn_softmax_scale(8, 32.0, 0.5, 1)
     assert Theirs(**LAYERS).softmax_scale is None
+
+
+def test_a_switch_that_is_none_has_its_default():
+    assert DistributedDataParallelConfig(delay_wgrad_compute=None).delay_wgrad_compute is False
