@@ -30,7 +30,7 @@ def _name_of(value: Any) -> str:
 
 
 def _as_target(data: Any) -> dict[str, Any]:
-    """Return the mapping from which `instantiate` builds a value that is no number, text or list.
+    """Return a mapping for `instantiate` of a value other than a number, a text or a list.
 
     An object of an unknown class is its class, called without arguments.
     """
@@ -112,7 +112,7 @@ class ConfigContainerBase:
         if "_target_" not in config or (unknown and mode is InstantiationMode.STRICT):
             raise ValueError(
                 f"a mapping for {cls.__qualname__} has _target_ and its fields; this one has "
-                f"{sorted(config)}, of which {unknown} are no fields"
+                f"{sorted(config)}, and {unknown} are no fields"
             )
         kept = {key: value for key, value in config.items() if key in known}
         instance: Self = instantiate_utils.instantiate(kept, mode=mode)

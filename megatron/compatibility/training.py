@@ -249,7 +249,7 @@ def warning_filter(record: logging.LogRecord) -> bool:
 
 
 def module_filter(record: logging.LogRecord, modules_to_filter: Sequence[str]) -> bool:
-    """Return whether a record comes from none of the modules, which are prefixes of names."""
+    """Return whether no prefix in `modules_to_filter` begins the name of the record's logger."""
     return not record.name.startswith(tuple(modules_to_filter))
 
 

@@ -111,7 +111,7 @@ def chosen_positions(
 
 
 def _is_chosen(positions: Tensor, hidden: Tensor) -> Tensor:
-    """Return bool [b, q, k], True at positions [b, q, topk]; those of -1 count as none."""
+    """Return bool [b, q, k], True at positions [b, q, topk]; -1 chooses no key."""
     b, q, _ = positions.shape
     k = hidden.shape[-1]
     found = torch.zeros(b, q, k + 1, dtype=torch.bool, device=positions.device)

@@ -98,7 +98,7 @@ _NAMES_OF_DECODERS = {
 def derive_yarn(config: Any) -> None:
     """Read YaRN's settings under the names of `_NAMES_OF_DECODERS`, and derive the softmax scale.
 
-    Subclasses of Megatron-Bridge define these names; None is not given.
+    Subclasses of Megatron-Bridge define these names; None counts as absent.
     """
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None:
