@@ -213,6 +213,8 @@ class DotProductAttention(MegatronModule):
 
     def _sequence_units(self, query: Tensor, key: Tensor, cp_size: int) -> int:
         """Return this rank's units of a sequence; in one process a prompt of any length is one."""
+        if self.config.sequence_units == 1:
+            return 1
         count = divide(self.config.sequence_units, cp_size)
         is_cut = len(query) == len(key) and len(query) % count == 0
         return count if is_cut or cp_size > 1 else 1
