@@ -343,8 +343,10 @@ def _is_power_of_two(number: int) -> bool:
 @rule
 def units_have_equal_parts_of_latent_heads(run: ResolvedRun) -> Iterator[MegatronError]:
     """Check that --layout-invariant-mode can cut the projections of latent attention."""
+    if not run.parallelism.layout_invariant_mode or not has_sizes(run):
+        return
     config = run.transformer_config
-    if not (config.layout_invariant_mode and config.multi_latent_attention and has_sizes(run)):
+    if not config.multi_latent_attention:
         return
     heads, units = config.num_attention_heads, config.tensor_units
     d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
