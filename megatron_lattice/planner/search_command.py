@@ -294,13 +294,13 @@ def _allowed(
 def surest_first(found: SearchResult, predictor: Predictor) -> NDArray[np.int_]:
     """Return the layouts that fit, the fastest first, and the surest of about equal ones first.
 
-    Among predictions within `EQUALLY_GOOD` of the fastest, a layout that is similar to measured
-    runs is the better choice, then one that does not split the sequence, then one with a small
-    micro batch. Below `ALIKE` no measured run is similar.
+    Among predictions within `EQUALLY_GOOD` of the fastest, compared with `caution`, a layout that
+    is similar to measured runs is the better choice, then one that does not split the sequence,
+    then one with a small micro batch. Below `ALIKE` no measured run is similar.
     """
     first = found.order[:CORRECTED]
-    limit = found.seconds[first].min() * (1 + EQUALLY_GOOD)
-    near = first[found.seconds[first] <= limit]
+    compared = found.compared[first]
+    near = first[compared <= compared.min() * (1 + EQUALLY_GOOD)]
     table = found.table.take(near)
     like = predictor.correction.similarity(table, predictor.hardware)
     like = np.where(like < ALIKE, 0.0, np.round(like, 1))

@@ -77,7 +77,7 @@ def report(
     indices = np.array([each.index for each in chosen])
     table, seconds = found.table.take(indices), found.seconds[indices]
     hardware = rows_hardware(table, predictor.hardware)
-    off = predictor.interval(table)
+    off, compared = predictor.interval(table), found.compared[indices]
     peak = table.world_size * hardware.peak_16_bit_flops
     lines = [
         f"{table.world_size[0]:.0f} {table.gpu[0]} of {hardware.memory_bytes[0] / GIB:.0f} GiB:"
@@ -85,11 +85,12 @@ def report(
         f"{'s/step':>10}{'nine of ten runs':>20}{'GiB':>7}{'MFU':>8}  layout",
     ]
     for row in range(len(chosen)):
-        group = "=" if seconds[row] <= seconds.min() * (1 + EQUALLY_GOOD) else " "
+        group = "=" if compared[row] <= compared.min() * (1 + EQUALLY_GOOD) else " "
+        kind = "" if found.caution[indices[row]] == 1 else ", no measured run of this kind"
         interval = f"{seconds[row] / off[row]:.3f} to {seconds[row] * off[row]:.3f}"
         lines.append(
             f"{group}{seconds[row]:>9.3f}{interval:>20}{found.memory[indices[row]] / GIB:>7.1f}"
-            f"{100 * flops / peak[row] / seconds[row]:>7.1f}%  {layout_text(table, row)}"
+            f"{100 * flops / peak[row] / seconds[row]:>7.1f}%  {layout_text(table, row)}{kind}"
         )
     kind = "a model with experts" if table.is_moe[0] else "a dense model"
     like = predictor.correction.similarity(table, predictor.hardware)[0]
