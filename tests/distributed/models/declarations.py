@@ -168,9 +168,9 @@ MODELS: dict[str, Model] = {
     "compressed attention": Model(
         ("ring", "gathered", "sequence", "plain"),
         {**_RMS, **_LATENT, "kv_lora_rank": 10, "v_head_dim": 10, "window_size": (4, 0),
-         "experimental_attention_variant": "dsv4_hybrid", "csa_compress_ratios": [4, 3],
-         "o_groups": 2, "o_lora_rank": 6, "dsa_indexer_n_heads": 6, "dsa_indexer_head_dim": 8,
-         "dsa_indexer_topk": 2, "dsa_indexer_loss_coeff": 2.0},
+         "experimental_attention_variant": "dsv4_hybrid", "csa_compress_ratios": [2, 3],
+         "csa_indexed_ratio": 2, "o_groups": 2, "o_lora_rank": 6, "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 3, "dsa_indexer_loss_coeff": 2.0},
         is_packed=True,
     ),
     "hyper-connections": Model(
