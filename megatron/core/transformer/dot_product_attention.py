@@ -366,7 +366,9 @@ def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = Fa
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
     logits = gate.float()
     if missing := -logits.numel() % _VECTOR if in_vectors else 0:
-        logits = F.pad(logits.flatten(), (0, missing))
-    weights = logits.sigmoid().flatten()[: gate.numel()].view(gate.shape)
+        filled = F.pad(logits.flatten(), (0, missing)).sigmoid()
+        weights = filled[: logits.numel()].view(logits.shape)
+    else:
+        weights = logits.sigmoid()
     parts = attended.unflatten(-1, (gate.shape[-1], -1))
     return (parts * weights.unsqueeze(-1)).flatten(-2).to(attended.dtype)
