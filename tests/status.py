@@ -116,10 +116,6 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             "tests/distributed/context_parallel/test_compressed_attention.py",
         ),
         Feature(
-            "[the same bits in every layout](bits.md)",
-            "tests/parity/test_same_bits.py",
-        ),
-        Feature(
             "[sparse attention of DeepSeek-V3.2](sequence_mixers.md)",
             "tests/distributed/context_parallel/test_sparse_attention.py",
         ),
