@@ -17,6 +17,7 @@ from megatron.core.settings.inert_flags import (
     warn_of_unused_settings,
     with_inert_fields,
 )
+from megatron.core.utils import divide
 
 NoSync = Callable[[], AbstractContextManager[None]]
 
@@ -157,6 +158,15 @@ class ParallelFlags:
     def sequence_units(self) -> int:
         """Number of units that all ranks cut a sequence into; 1 without `layout_invariant_mode`."""
         return self.layout_invariant_sequence_units if self.layout_invariant_mode else 1
+
+    @property
+    def sequence_units_of_rank(self) -> int:
+        """Number of units of a sequence on each context-parallel rank, in `layout_invariant_mode`.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many units.
+        """
+        return divide(self.sequence_units, self.context_parallel_size)
 
 
 @dataclass

@@ -215,22 +215,26 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         ctx.parameter = parameter
-        return parameter.expand(shape)
+        return parameter.to(dtype).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         total = on_grid(grad.reshape(-1, *ctx.parameter.shape)).sum(0)
         if has_main_grad(ctx.parameter):
             accumulate_main_grad(ctx.parameter, total)
-            return None, None
-        return total, None
+            return None, None, None
+        return total, None, None
 
 
-def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a parameter [h, ...] to [n, h, ...]; its gradient is the exact sum over copies."""
-    return _Rows.apply(parameter, shape)
+def in_rows(parameter: Tensor, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+    """Expand a parameter [h, ...] to [n, h, ...]; its gradient is the exact sum over copies.
+
+    Args:
+        dtype: of the copies and of their gradients; default the parameter's dtype.
+    """
+    return _Rows.apply(parameter, shape, dtype or parameter.dtype)
 
 
 def accumulate_main_grads(parameters: Sequence[Tensor], grads: Tensor) -> None:

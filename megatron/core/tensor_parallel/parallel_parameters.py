@@ -64,7 +64,7 @@ class ParallelLayer(nn.Module):
         config = self.config
         if not config.layout_invariant_mode:
             return None
-        runs = 1 if self.is_expert else divide(config.sequence_units, config.context_parallel_size)
+        runs = 1 if self.is_expert else config.sequence_units_of_rank
         count = divide(config.tensor_units, self.tp_size)
         return Units(dim, count, blocks, runs, config.batch_invariant_mode)
 

@@ -17,7 +17,7 @@ parameter: 2 for the gate and the other half of an MLP's first layer), each of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.core.transport import collectives
 from megatron.core.transport.transport import tree_sum
 
 _ALIGNMENT = 64
+_VECTOR = 64
 ROWS = 32
 """Rows of a block of `Units.has_row_blocks`."""
 
@@ -138,6 +139,16 @@ def copies(x: Tensor, dim: int, count: int, units: int, group: Group) -> Tensor:
         in backward an all-reduce of the gradient of x.
     """
     return _Copies.apply(x, dim, count, units, group)
+
+
+def in_full_vectors(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Apply a function of single rows to rows [t, ...]; return its t results.
+
+    Rows of zeros fill the last vector: kernels compute the elements after the last full vector by
+    other instructions, and the number of rows depends on the layout.
+    """
+    filled = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % _VECTOR))
+    return function(filled)[: len(rows)]
 
 
 def _add(terms: Iterable[Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel import attend_in_units, context_parallel_attention
@@ -32,6 +31,7 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
+from megatron.core.tensor_parallel.unit_products import in_full_vectors
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +46,6 @@ CAUSAL_TYPES = (
 
 PADDING_SCORE = 1e4
 """Scores of padding are minus this number before scaling; the largest fp16 number is 65504."""
-_VECTOR = 64
 
 
 class DotProductAttention(MegatronModule):
@@ -358,16 +357,14 @@ def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = Fa
     Args:
         attended: [s, b, n/tp * d].
         gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
-        in_vectors: pad the gate to full vectors: kernels round the elements after the last one by
-            other instructions.
+        in_vectors: see `in_full_vectors`.
     """
     if gate is None:
         return attended
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
     logits = gate.float()
-    if missing := -logits.numel() % _VECTOR if in_vectors else 0:
-        filled = F.pad(logits.flatten(), (0, missing)).sigmoid()
-        weights = filled[: logits.numel()].view(logits.shape)
+    if in_vectors:
+        weights = in_full_vectors(torch.sigmoid, logits.flatten()).view(gate.shape)
     else:
         weights = logits.sigmoid()
     parts = attended.unflatten(-1, (gate.shape[-1], -1))

@@ -56,11 +56,14 @@ class ReplicatedLinear(ParallelLayer):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return ([..., output] of x [..., input], None); the bias is already added."""
         if self.config.layout_invariant_mode:
-            return linear_of_all_rows(x, self.weight, self.bias, self.rows_group), None
+            runs = self.config.sequence_units_of_rank
+            return linear_of_all_rows(x, self.weight, self.bias, self.rows_group, runs), None
         return F.linear(x, self.weight, self.bias), None
 
 
-def linear_of_all_rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+def linear_of_all_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, runs: int
+) -> Tensor:
     """Multiply the rows of all ranks on each rank, so that the product has one shape in every
     layout (`layout_invariant_mode`); the gradients of weight and bias are whole on each rank.
 
@@ -68,13 +71,15 @@ def linear_of_all_rows(x: Tensor, weight: Tensor, bias: Tensor | None, group: Gr
         x: [s/tp, b, i], the rows of this rank.
         weight: [o, i], bias: [o], equal on all ranks.
         group: the ranks that split the rows.
+        runs: units of the sequence in the rows of all ranks; each is a product of its own.
     Returns:
         [s/tp, b, o], the rows of this rank.
     Communication:
         an all-gather of the rows [s, b, i], in backward one of their gradients [s, b, o].
     """
     x = mappings.gather_from_sequence_parallel_region(x, False, group)
-    out = parallel_linear(x, weight, bias, LinearCommSpec(SINGLE_RANK, units=Units(0, 1)))
+    spec = LinearCommSpec(SINGLE_RANK, units=Units(0, 1, runs=runs))
+    out = parallel_linear(x, weight, bias, spec)
     return mappings.scatter_to_sequence_parallel_region(out, group)
 
 

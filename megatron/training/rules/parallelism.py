@@ -277,6 +277,7 @@ def units_of_the_sequence_fit(run: ResolvedRun) -> Iterator[MegatronError]:
     if not parallel.layout_invariant_mode or not has_sizes(run):
         return
     units, cp = parallel.layout_invariant_sequence_units, parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
     flag = "--layout-invariant-sequence-units"
     if units < 1 or (units > 1 and units % 2):
         yield problem(
@@ -301,6 +302,14 @@ def units_of_the_sequence_fit(run: ResolvedRun) -> Iterator[MegatronError]:
             "all units of a sequence have the same length",
             flag,
             fix=f"use --seq-length {-(-length // units) * units}",
+        )
+    elif length and run.transformer_config.num_moe_experts and length % (cp * tp):
+        yield problem(
+            f"--seq-length {length} with --tensor-model-parallel-size {tp} and --num-experts.",
+            "with --layout-invariant-mode the ranks of a sequence send equally many tokens",
+            "--layout-invariant-mode",
+            "--context-parallel-size",
+            fix=f"use --seq-length {-(-length // (cp * tp)) * cp * tp}",
         )
 
 

@@ -42,8 +42,6 @@ NOT_COVERED = (
     "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
-OF_WHOLE_SEQUENCES = ("num-experts", "multi-latent-attention", "mtp-num-layers")
-"""Settings that the mode refuses with context parallelism."""
 LEFT_OUT = (
     "log-max-attention-logit", "mlp-chunks-for-training", "cross-entropy-loss-fusion",
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
@@ -82,10 +80,6 @@ def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
         and not any(name in case.settings for name in NOT_COVERED)
-        and not (
-            "context-parallel-size" in case.settings
-            and any(name in case.settings for name in OF_WHOLE_SEQUENCES)
-        )
         and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):

@@ -53,6 +53,12 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         ),
         ("--layout-invariant-mode --layout-invariant-sequence-units 3", 1, "are a pair"),
         (
+            "--layout-invariant-mode --num-experts 4 --seq-length 30"
+            " --tensor-model-parallel-size 4",
+            4,
+            "--seq-length 30 with --tensor-model-parallel-size 4",
+        ),
+        (
             "--layout-invariant-mode --experimental-attention-variant gated_delta_net"
             " --layout-invariant-sequence-units 4",
             1,

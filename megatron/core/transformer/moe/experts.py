@@ -128,7 +128,7 @@ class SequentialMLP(_Experts):
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias).
 
         An expert without rows is called too, so that its gradient exists in every step. In
-        layout-invariant mode there is a number of rows for each expert and micro batch.
+        layout-invariant mode there is a number of rows for each expert and unit of a micro batch.
         """
         outputs = []
         repeats = len(tokens_per_expert) // self.num_local_experts

@@ -215,7 +215,9 @@ class MoELayer(MegatronModule):
             mask = _shard_of_rows(mask, self.pg_collection.tp)
         options: dict[str, Any] = {}
         if packed_seq_params is not None and self.config.counts_by_sequence:
-            options["sequences"] = self._sequences(packed_seq_params, x, missing)
+            options["sequences"] = self._sequences(
+                packed_seq_params, x, missing, self.pg_collection.tp
+            )
         is_packed = bool(options)
         if token_ids is not None and self.layer_number <= self.config.moe_n_hash_layers:
             ids = F.pad(token_ids.t(), (0, 0, 0, missing))
@@ -254,8 +256,8 @@ class MoELayer(MegatronModule):
         """Route the tokens of all tensor-parallel ranks on each rank; see `TopKRouter`.
 
         Args:
-            x: [s, b, h]; [s/tp, b, h] under sequence parallelism.
-            mask: bool [s, b], True for padding, or None.
+            x: [s/cp, b, h]; [s/cp/tp, b, h] under sequence parallelism.
+            mask: bool [s/cp, b], True for padding, or None.
         Returns:
             weights and map [t, e] of the tokens that this rank dispatches, padding included.
         """
@@ -264,8 +266,7 @@ class MoELayer(MegatronModule):
         x = gather_from_sequence_parallel_region(x, False, tp if splits else SINGLE_RANK)
         sequences = None
         if packed is not None and self.config.counts_by_sequence:
-            numbers, count = packed.resolve(x.shape[1], x.shape[0], x.device).numbered
-            sequences = TokenGroups(numbers.t(), count)
+            sequences = self._sequences(packed, x, 0, SINGLE_RANK)
         routed = self.router(x, mask, sequences)
         missing = -x.shape[0] % tp.size()
         probs, routing_map = (
@@ -274,20 +275,22 @@ class MoELayer(MegatronModule):
         probs = scatter_to_sequence_parallel_region(probs, tp)
         return probs.flatten(0, 1), _shard_of_rows(routing_map, tp).flatten(0, 1)
 
-    def _sequences(self, packed: PackedSeqParams, x: Tensor, num_padded: int) -> TokenGroups:
+    def _sequences(
+        self, packed: PackedSeqParams, x: Tensor, num_padded: int, tp: Group
+    ) -> TokenGroups:
         """Return the documents of the tokens x [s, b, h] that this rank routes.
 
         Args:
             num_padded: padding positions after the tokens of all ranks of `tp`.
+            tp: ranks that route different tokens.
         """
-        groups = self.pg_collection
-        cp, tp = groups.microbatch_cp, groups.tp.size()
-        length = x.shape[0] * tp - num_padded
+        cp = self.pg_collection.microbatch_cp
+        length = x.shape[0] * tp.size() - num_padded
         documents = packed.resolve(x.shape[1], length * cp.size(), x.device)
         numbers, count = documents.numbered
         own = sequence_shard_of_rank(length, cp=cp, sp=SINGLE_RANK).positions(x.device)
         rows = own[torch.arange(length + num_padded, device=x.device).clamp(max=length - 1)]
-        return TokenGroups(_shard_of_rows(numbers[:, rows].t(), groups.tp), count)
+        return TokenGroups(_shard_of_rows(numbers[:, rows].t(), tp), count)
 
     def _exchange_capacity(self, x: Tensor, is_packed: bool) -> ExchangeCapacity | None:
         """Return the sizes of the exchange of [s, b, h] if the config fixes them, else None."""

@@ -5,6 +5,7 @@ Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parameters.exact_sum import on_grid
 from megatron.core.parameters.keyed_draws import keyed_uniform
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import attach_aux_loss
@@ -195,19 +196,35 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
-        dtype = ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        x, weight = x.to(dtype), self.weight.to(dtype)
+        x = x.to(ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype))
         if config.layout_invariant_mode:
-            logits = linear_of_all_rows(x, weight, bias, SINGLE_RANK)
+            logits = self._logits_of_units(x)
         else:
-            logits = F.linear(x, weight, bias)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            logits = F.linear(x, self.weight.to(x.dtype), bias)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if config.moe_router_force_load_balancing:
             # The value is random; the gradient flows to the logits.
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
+
+    def _logits_of_units(self, x: Tensor) -> Tensor:
+        """Return the logits [s, b, e] of x [s, b, h]; each unit of the sequence is a product."""
+        count = self.config.sequence_units_of_rank
+        units = x.chunk(count if x.shape[0] % count == 0 else 1)
+
+        def for_units(parameter: Tensor) -> Sequence[Tensor]:
+            # The gradient of one converted weight would be rounded after the sum over units.
+            return in_rows(parameter, torch.Size((len(units), *parameter.shape)), x.dtype).unbind()
+
+        weights = for_units(self.weight)
+        biases = [None] * len(units) if self.bias is None else for_units(self.bias)
+        parts = [
+            linear_of_all_rows(unit, weight, bias, SINGLE_RANK, 1)
+            for unit, weight, bias in zip(units, weights, biases, strict=True)
+        ]
+        return torch.cat(parts)
 
     def _choose(
         self, logits: Tensor, is_token: Tensor | None, token_ids: Tensor | None
@@ -228,7 +245,12 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if not self.config.routes_by_sinkhorn:
             return topk_routing(flat, self.config, self.expert_bias, replaced)
         real = None if is_token is None else is_token.flatten()
-        total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences, is_token=real)
+        total = partial(
+            sinkhorn,
+            sum_over_ranks=self._sum_over_sequences,
+            is_token=real,
+            is_exact=self.config.layout_invariant_mode,
+        )
         balanced = total if self.training else None
         return sinkhorn_routing(flat, self.config, balanced, replaced)
 
@@ -251,6 +273,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
 
     def _share(self) -> float:
         """Return this rank's share of the micro batches that its tokens belong to."""
+        if self.config.layout_invariant_mode:
+            return float(self.routing_groups.cp.rank() == 0)  # thirds have no exact sums
         joined = rng_state().scope.samples
         return (1 if joined is None else joined.count) / self._ranks_per_sample
 
@@ -299,6 +323,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     ) -> Tensor:
         """Attach the balance losses to the weights."""
         config, losses = self.config, self.config.balance_losses()
+        balance_loss = partial(load_balancing_loss, is_exact=config.layout_invariant_mode)
         if not losses and not config.moe_z_loss_coeff:
             return probs
         shape, scores = logits.shape, choice.scores
@@ -320,7 +345,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         parts: dict[str, tuple[float, Tensor]] = {}
         if "aux_loss" in losses:
             counts = self._sum_over_sequences(batch.sums(choice.routing_map.long()))
-            part = load_balancing_loss(scores, _shares(counts), weights, batch)
+            part = balance_loss(scores, _shares(counts), weights, batch)
             parts["aux_loss"] = losses["aux_loss"], part
         if "seq_aux_loss" in losses:
             groups = sequences or TokenGroups.of_samples(shape, logits.device)
@@ -335,18 +360,18 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
                     in_groups = in_groups / joined.num_sequences.to(logits.device)[own, None].clamp(
                         min=1
                     )
-            part = load_balancing_loss(scores, _shares(counts), in_groups, groups)
+            part = balance_loss(scores, _shares(counts), in_groups, groups)
             parts["seq_aux_loss"] = losses["seq_aux_loss"], part
         if "global_aux_loss" in losses:
             assert self.global_shares is not None
-            part = load_balancing_loss(scores, self.global_shares[None], weights, batch)
+            part = balance_loss(scores, self.global_shares[None], weights, batch)
             parts["global_aux_loss"] = losses["global_aux_loss"], part
         if config.moe_z_loss_coeff:
-            part = z_loss(logits.flatten(0, 1), weights)
+            part = z_loss(logits.flatten(0, 1), weights, is_exact=config.layout_invariant_mode)
             parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
-                self.load.add(name, on_grid(part) if config.layout_invariant_mode else part)
+                self.load.add(name, part)
             probs = attach_aux_loss(probs, coefficient * part, num_tokens)
         return probs
 

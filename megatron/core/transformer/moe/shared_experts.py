@@ -60,7 +60,8 @@ class SharedExpertMLP(MLP):
             output = output + bias
         if self.gate_weight is not None and self.config.layout_invariant_mode:
             cut = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
-            logits = linear_of_all_rows(hidden_states, self.gate_weight, None, cut)
+            runs = self.config.sequence_units_of_rank
+            logits = linear_of_all_rows(hidden_states, self.gate_weight, None, cut, runs)
             output = gated(output, logits, in_vectors=True)
         elif self.gate_weight is not None:
             logits = F.linear(hidden_states, self.gate_weight)

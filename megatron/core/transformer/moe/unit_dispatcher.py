@@ -1,16 +1,16 @@
 """The exchange of tokens in layout-invariant mode.
 
-An expert computes one product for the tokens of each micro batch, in their global order, whichever
-ranks have them. So the ranks that exchange hold whole micro batches: they are the larger one of the
-groups `tp` and `tp_ep`. If `tp` is larger, several ranks of it hold the same experts, and each of
-them computes a part of these experts.
+An expert computes one product for the tokens of each unit of the sequence of each micro batch, in
+their global order, whichever tensor-parallel ranks have them. So the ranks that exchange hold whole
+units: they are the larger one of the groups `tp` and `tp_ep`. If `tp` is larger, several ranks of
+it hold the same experts, and each of them computes a part of these experts.
 
 All shards of an expert receive its tokens, and complete their sums before the outputs return, so
 the first shard alone sends outputs, and gradients of tokens, back. A rank adds the outputs of a
 token's experts in the order of the experts.
 
 Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, q ranks of the exchange,
-c choices of this rank's tokens, n rows for its experts.
+c choices of this rank's tokens, n rows for its experts, u units of a sequence of this rank.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron.core.transport import collectives
 class MoEUnitTokenDispatcher(TokenDispatcher):
     """Sends each token to all shards of its experts; see the module.
 
-    Communication: an all-gather of e counts, and all-to-alls of the rows' activations and weights
-    and of the outputs, over the larger one of `tp` and `tp_ep`.
+    Communication: an all-gather of u * e counts, and all-to-alls of the rows' activations and
+    weights and of the outputs, over the larger one of `tp` and `tp_ep`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
         tp, tp_ep = (groups.ranks.get(name, [0]) for name in ("tp", "tp_ep"))
         ranks = max(tp, tp_ep, key=len)
         self.group = groups.tp_ep if ranks is tp_ep else groups.tp
-        self.ranks_per_microbatch = len(tp)
+        self.ranks_per_unit, self.tp = len(tp), groups.tp
         self.experts_of, self.is_first_shard = [list(range(num_local_experts))], [True]
         if groups.layout is not None:
             places = [groups.layout.expert.coordinates(rank) for rank in ranks]
@@ -79,12 +79,12 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """Dispatch after `overlap_fn`; the result has one number of rows for each expert and micro
-        batch."""
+        """Dispatch after `overlap_fn`; the result has one number of rows for each expert and unit
+        of a micro batch."""
         if overlap_fn is not None:
             overlap_fn()
         permutation = permutation_of(tokens, routing_map, num_assignments)
-        exchange = _Exchange.of(self, routing_map.sum(0))
+        exchange = _Exchange.of(self, self._choices_of_units(routing_map))
 
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
             if overlap_fn is not None:
@@ -98,6 +98,14 @@ class MoEUnitTokenDispatcher(TokenDispatcher):
             combine,
         )
 
+    def _choices_of_units(self, routing_map: Tensor) -> Tensor:
+        """Count the choices of each expert in each unit of the sequence: [t, e] -> [u, e]."""
+        count, own, ranks = self.config.sequence_units_of_rank, len(routing_map), self.tp.size()
+        count = count if own * ranks % count == 0 else 1
+        tokens = torch.arange(own, device=routing_map.device) + self.tp.rank() * own
+        counts = routing_map.new_zeros(count, routing_map.shape[1], dtype=torch.long)
+        return counts.index_add_(0, tokens * count // max(own * ranks, 1), routing_map.long())
+
 
 @dataclass(frozen=True)
 class _Exchange:
@@ -110,7 +118,7 @@ class _Exchange:
         returned, collected: the same for outputs; a shard that is not the first returns none.
         kept: the choice of each output that returns, int64 [c].
         blocks: [source][expert] rows of this rank, in order of arrival.
-        rows_of_products: of each expert and micro batch, [l * micro batches].
+        rows_of_products: of each expert and unit, [l * units].
     """
 
     group: Group
@@ -125,13 +133,17 @@ class _Exchange:
 
     @staticmethod
     def of(dispatcher: MoEUnitTokenDispatcher, assignments: Tensor) -> _Exchange:
-        """Plan the exchange of a rank whose tokens choose the experts [e] so many times.
+        """Plan the exchange of a rank whose tokens of each unit choose the experts [u, e] so many
+        times.
 
-        Communication: an all-gather of e counts.
+        Communication: an all-gather of u * e counts.
         """
         group, own = dispatcher.group, dispatcher.group.rank()
-        counts = assignments.view(1, -1)
-        table = (collectives.all_gather(counts, group) if group.size() > 1 else counts).tolist()
+        counts = assignments.unsqueeze(0)
+        counts = collectives.all_gather(counts, group) if group.size() > 1 else counts
+        table = counts.sum(1).tolist()
+        # [ranks, u, e] -> [e, ranks / tp, u]: the tensor-parallel ranks share units.
+        of_units = counts.unflatten(0, (-1, dispatcher.ranks_per_unit)).sum(1).permute(2, 0, 1)
         ranges = torch.arange(sum(table[own])).split(table[own])
         of_ranks = [[ranges[expert] for expert in one] for one in dispatcher.experts_of]
         is_first = dispatcher.is_first_shard
@@ -139,11 +151,10 @@ class _Exchange:
         mine = dispatcher.experts_of[own]
         blocks = [[row[expert] for expert in mine] for row in table]
         received = [sum(block) for block in blocks]
-        width = dispatcher.ranks_per_microbatch
         products = [
-            sum(row[expert] for row in table[begin : begin + width]) if expert in mine else 0
+            rows if expert in mine else 0
             for expert in dispatcher.local_expert_indices
-            for begin in range(0, len(table), width)
+            for rows in of_units[expert].flatten().tolist()
         ]
 
         def joined(of_ranks: list[list[Tensor]]) -> Tensor:
