@@ -25,24 +25,26 @@ from tests.parity.resume import Outcome, read_outcome
 from tests.parity.training_run import train_with_flags
 
 MODEL = (
-    "--layout-invariant-mode --num-layers 4 --hidden-size 64 --num-attention-heads 8"
-    " --kv-channels 32 --ffn-hidden-size 256 --seq-length 16 --vocab-size 230"
+    "--layout-invariant-mode --layout-invariant-sequence-units 4 --num-layers 4"
+    " --hidden-size 64 --num-attention-heads 8 --kv-channels 32 --ffn-hidden-size 256"
+    " --seq-length 16 --vocab-size 230"
     " --make-vocab-size-divisible-by 32 --micro-batch-size 1 --global-batch-size 12"
     " --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 3"
     " --hidden-dropout 0.1 --attention-dropout 0.1 --mock-data --log-interval 1 --num-workers 0"
     " --eval-iters 0"
 )
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_CP = "--context-parallel-size"
 _SHARDS = "--data-parallel-sharding-strategy"
 LAYOUTS = (
     (1, ""),
     (8, f"{_TP} 2 --sequence-parallel {_PP} 2 {_SHARDS} optim"),
     (4, f"{_PP} 4"),
-    (2, f"{_TP} 2"),
+    (2, f"{_CP} 2"),
     (6, f"{_SHARDS} optim_grads_params"),
     (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    (8, f"{_TP} 8 --sequence-parallel"),
-    (4, f"{_SHARDS} optim_grads --overlap-grad-reduce"),
+    (8, f"{_TP} 2 --sequence-parallel {_CP} 2 {_PP} 2"),
+    (4, f"{_CP} 2 --cp-comm-type a2a {_SHARDS} optim_grads --overlap-grad-reduce"),
     (6, f"{_PP} 2 --num-virtual-stages-per-pipeline-rank 2 {_SHARDS} optim"),
     (2, f"{_PP} 2 --pipeline-schedule zb-v"),
 )

@@ -11,7 +11,7 @@ from tests.parity.changing_layouts import (
 )
 from tests.parity.resume import read_outcome
 
-STEPS = 20
+STEPS = 10
 SHORT = (LAYOUTS[3], LAYOUTS[4], LAYOUTS[2], LAYOUTS[9], LAYOUTS[0])
 
 
