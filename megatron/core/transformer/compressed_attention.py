@@ -180,7 +180,7 @@ class CompressedAttention(SparseAttention):
         super().__init__(
             config, layer_number, attn_mask_type, attention_type, submodules, **options
         )
-        self.ratio = config.compress_ratio(self.layer_number)
+        self.ratio = config.layer_kind(self.layer_number).compress_ratio
         base = config.csa_compress_rotary_base if self.ratio else config.rotary_base
         self.rotary = LatentRotary(latent_frequencies(config, base, is_stretched=self.ratio > 0))
         self.compressor: Compressor | None = None

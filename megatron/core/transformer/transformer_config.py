@@ -7,7 +7,7 @@ on construction.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -381,10 +381,17 @@ class TransformerConfig(
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""
-        kinds = self.kinds_of_layers(self.layers_with_experts(self.num_layers))
-        found = []
-        for number, kind in enumerate(kinds, 1):
+        return self._resolved(self.kinds_of_layers(self.layers_with_experts(self.num_layers)), 1)
+
+    def _resolved(self, kinds: Sequence[LayerKind], first: int) -> tuple[LayerKind, ...]:
+        """Fill what depends on the number of a layer; the first one has the number `first`."""
+        found, has_letters = [], self.hybrid_layer_pattern is not None
+        for number, kind in enumerate(kinds, first):
             ratio = self.compress_ratio(number) if kind.is_compressed else 0
+            if has_letters and kind.chooses_entries:
+                ratio = self.csa_indexed_ratio
+            elif has_letters:
+                ratio = kind.compress_ratio and (ratio or kind.compress_ratio)
             shares_keys = kind.is_sparse and self.shares_keys(number)
             chooses = ratio == self.csa_indexed_ratio
             found.append(
@@ -409,7 +416,11 @@ class TransformerConfig(
         depths = range(1, self.num_built_prediction_layers + 1)
         if self.pattern is None:
             return ((replace(self.layer_kinds()[-1], shares_keys=False),),) * len(depths)
-        return tuple(self.pattern.kinds_of_depth(depth) for depth in depths)
+        found, number = [], self.num_layers + 1
+        for kinds in map(self.pattern.kinds_of_depth, depths):
+            found.append(self._resolved(kinds, number))
+            number += len(kinds)
+        return tuple(found)
 
 
 @dataclass

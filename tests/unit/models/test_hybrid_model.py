@@ -23,7 +23,10 @@ from megatron.core.transformer.config.layer_kinds import (
     LayerKind,
     hybrid_pattern,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from tests.harness.tolerances import EXACT, assert_close
 
 SIZES = dict(
@@ -73,6 +76,42 @@ def test_letters_and_groups_compute_what_a_gpt_of_the_same_weights_computes(patt
     other.load_state_dict(weights)
     found, expected = (each(TOKENS, None, None, labels=TOKENS) for each in (model, other))
     assert_close(found, expected, EXACT, what="losses")
+
+
+COMPRESSED = SIZES | dict(
+    q_lora_rank=6, kv_lora_rank=6, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=6,
+    qk_layernorm=True, window_size=(3, 0), o_groups=2, o_lora_rank=4, add_bias_linear=False,
+    dsa_indexer_n_heads=2, dsa_indexer_head_dim=4, dsa_indexer_topk=1, csa_indexed_ratio=2,
+)  # fmt: skip
+
+
+def compressed(**fields) -> MLATransformerConfig:
+    return MLATransformerConfig(**COMPRESSED, **fields)
+
+
+def test_letters_of_compressed_attention_compute_what_ratios_of_layers_compute() -> None:
+    config = compressed(num_layers=5, csa_compress_ratios=3, hybrid_layer_pattern="[W-]C-H-")
+    model = HybridModel(config, hybrid_stack_spec, 32, 12)
+    as_gpt = compressed(
+        num_layers=3, csa_compress_ratios=[0, 2, 3], experimental_attention_variant="dsv4_hybrid"
+    )
+    spec = get_gpt_decoder_block_spec(as_gpt, use_transformer_engine=False)
+    other = GPTModel(as_gpt, spec, 32, 12, position_embedding_type="none")
+    weights = dict(zip(other.state_dict(), model.state_dict().values(), strict=True))
+    other.load_state_dict(weights)
+    found, expected = (each(TOKENS, None, None, labels=TOKENS) for each in (model, other))
+    assert_close(found, expected, EXACT, what="losses")
+
+
+def test_letters_have_the_ratios_of_deepseek_v4_also_for_later_tokens() -> None:
+    config = compressed(num_layers=3, hybrid_layer_pattern="H[C-]W/H-")
+    assert [kind.compress_ratio for kind in config.layer_kinds()] == [128, 2, 0]
+    assert [kind.compress_ratio for kind in config.prediction_kinds()[0]] == [128, 0]
+
+
+def test_ratios_of_layers_beside_letters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the layers H of the pattern have one ratio"):
+        compressed(num_layers=2, csa_compress_ratios=[0, 0], hybrid_layer_pattern="W-")
 
 
 def test_layers_of_later_tokens_are_those_of_the_pattern() -> None:

@@ -144,7 +144,6 @@ def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[Megatro
 
 
 _MIXER = "experimental_attention_variant", "hybrid_layer_pattern"
-_COMPRESSED = "experimental_attention_variant"
 _NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every device"
 
 
@@ -153,25 +152,25 @@ class CompressedAttentionConfig:
     """Attention to a window and to compressed entries (DeepSeek-V4, section 2.3)."""
 
     csa_compress_ratios: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr", part_of=_COMPRESSED
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_MIXER
     )
     """Tokens of a compressed entry in the layers of the variant dsv4_hybrid: one number, or a
     number for each layer, such as [0]*2+[4,128]*20. A layer of ratio 0 attends to its window alone
-    (--window-size)."""
-    csa_indexed_ratio: int = flag(4, part_of=_COMPRESSED, within=POSITIVE)
+    (--window-size). With --hybrid-layer-pattern: the number of the layers H; 128 by default."""
+    csa_indexed_ratio: int = flag(4, part_of=_MIXER, within=POSITIVE)
     """Ratio of the layers whose entries overlap and whose queries attend to the
     --dsa-indexer-topk entries that an indexer chooses (CSA). In layers of other ratios queries
     attend to all entries (HCA)."""
-    csa_compress_rotary_base: float = flag(160000, kind=int, part_of=_COMPRESSED)
+    csa_compress_rotary_base: float = flag(160000, kind=int, part_of=_MIXER)
     """Base of the rotary frequencies in layers with compressed entries, where alone YaRN acts."""
-    o_groups: int = flag(8, part_of=_COMPRESSED, within=POSITIVE)
+    o_groups: int = flag(8, part_of=_MIXER, within=POSITIVE)
     """Groups of heads whose outputs are projected separately to --o-lora-rank channels."""
-    o_lora_rank: int = flag(1024, part_of=_COMPRESSED, within=POSITIVE)
+    o_lora_rank: int = flag(1024, part_of=_MIXER, within=POSITIVE)
     """Channels of a group of heads before the output projection."""
 
     def compress_ratio(self, layer_number: int) -> int:
-        """Return the tokens of a compressed entry of a layer, by its 1-based number in the whole
-        model; 0 without entries."""
+        """Return the tokens of a compressed entry of a layer without a letter, by its 1-based
+        number in the whole model; 0 without entries."""
         ratios = self.csa_compress_ratios or 0
         if isinstance(ratios, int):
             return ratios
@@ -246,9 +245,16 @@ def _of_size(name: str, value: float | None, rule: str, example: float) -> Confi
 
 def _compressed_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers that attend to compressed entries."""
-    given = config.csa_compress_ratios
+    given, has_letters = config.csa_compress_ratios, config.hybrid_layer_pattern is not None
     ratios = [given] * config.num_layers if isinstance(given, int) else given or []
-    if len(ratios) != config.num_layers or min(ratios) < 0 or 1 in ratios:
+    if has_letters and given is not None and (given == 1 or not isinstance(given, int)):
+        yield ConfigError(
+            f"csa_compress_ratios={given} with hybrid_layer_pattern.",
+            rule="the layers H of the pattern have one ratio, 2 or more",
+            flags=["--csa-compress-ratios", "--hybrid-layer-pattern"],
+            fix="use --csa-compress-ratios 128",
+        )
+    elif not has_letters and (len(ratios) != config.num_layers or min(ratios) < 0 or 1 in ratios):
         yield ConfigError(
             f"csa_compress_ratios={given} for {config.num_layers} layers.",
             rule="each layer has a ratio: 0, or 2 and more",

@@ -7,7 +7,7 @@ letter is one layer, which has only one of the two; a group in brackets is one l
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatron.core.foundation.errors import ConfigError
@@ -82,19 +82,22 @@ LETTERS = {
     "*": LayerKind(ATTENTION, NOTHING),
     "+": LayerKind(ATTENTION, NOTHING),
     "D": LayerKind(SPARSE_ATTENTION, NOTHING),
+    "W": LayerKind(COMPRESSED_ATTENTION, NOTHING),
+    "C": LayerKind(COMPRESSED_ATTENTION, NOTHING, compress_ratio=4, chooses_entries=True),
+    "H": LayerKind(COMPRESSED_ATTENTION, NOTHING, compress_ratio=128),
     "-": LayerKind(NOTHING, DENSE),
     "E": LayerKind(NOTHING, EXPERTS),
 }
 """Letters of --hybrid-layer-pattern; + is * in a model whose attention has latents."""
 KINDS = LETTERS | {
-    f"[{first}{second}]": LayerKind(mixer.mixer, mlp.mlp)
+    f"[{first}{second}]": replace(mixer, mlp=mlp.mlp)
     for first, mixer in LETTERS.items()
     for second, mlp in LETTERS.items()
     if mixer.mixer and mlp.mlp
 }
 """Letters, and groups such as [*-], which are one layer with the mixer and the MLP."""
 _FLAG = "--hybrid-layer-pattern"
-_EXAMPLE = "use letters of M, G, K, D, *, +, - and E, for example M-M*-|M-[M-]"
+_EXAMPLE = "use letters of M, G, K, D, W, C, H, *, +, - and E, for example M-M*-|M-[M-]"
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def hybrid_pattern(text: str) -> HybridPattern:
             f"hybrid_layer_pattern={text!r} has"
             f" {', '.join(unknown) or ('no layer after /' if has_layers else 'no layer')}.",
             rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
-            " sparse attention, * attention, + attention with latents, - MLP, E experts; [*-] is"
+            " sparse attention, W, C and H attention to a window and to no, to chosen or to all"
+            " compressed entries, * attention, + attention with latents, - MLP, E experts; [*-] is"
             " one layer with the mixer and the MLP; | separates pipeline stages, / precedes the"
             " layers that predict a later token",
             flags=[_FLAG],

@@ -107,7 +107,9 @@ class LinearAttentionConfig(LayerSizesConfig):
     @property
     def has_compressed_attention(self) -> bool:
         """Whether the layers attend to a window and to compressed entries."""
-        return self.experimental_attention_variant == COMPRESSED_ATTENTION
+        letters = self.pattern.kinds if self.pattern else ()
+        variant = self.experimental_attention_variant
+        return variant == COMPRESSED_ATTENTION or any(kind.is_compressed for kind in letters)
 
     @property
     def pattern(self) -> HybridPattern | None:
