@@ -69,6 +69,15 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             1,
             "--layout-invariant-mode with layers of kda",
         ),
+        (
+            "--layout-invariant-mode --experimental-attention-variant dsv4_hybrid"
+            " --csa-compress-ratios [0]*4 --multi-latent-attention --qk-head-dim 28 --v-head-dim 32"
+            " --q-lora-rank 32 --dsa-indexer-head-dim 8 --dsa-indexer-n-heads 4"
+            " --qk-pos-emb-head-dim 4 --kv-lora-rank 32 --o-groups 4 --window-size 7,0"
+            " --position-embedding-type rope --qk-layernorm",
+            1,
+            "--layout-invariant-mode with layers of dsv4_hybrid",
+        ),
         ("--context-parallel-size 2 --cp-comm-type ring", 2, "type 'ring' is unknown"),
         (
             "--context-parallel-size 2 --cp-comm-type p2p a2a",
