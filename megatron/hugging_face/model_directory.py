@@ -58,8 +58,8 @@ class ModelDirectory:
     """Differences between the config and the settings."""
 
 
-def read_model_directory(path: Path) -> ModelDirectory:
-    """Read the config of a model.
+def read_model_directory(path: Path, *, reads_images: bool = False) -> ModelDirectory:
+    """Read the config of a model; see `family_of_config`.
 
     Raises:
         CheckpointError: the file is missing or not readable.
@@ -76,7 +76,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     whole = read_json(file)
     if "quantization_config" not in whole and (path / MODELOPT_NAME).is_file():
         whole["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
-    family, fields = family_of_config(whole, str(file))
+    family, fields = family_of_config(whole, str(file), reads_images=reads_images)
     _check_counts(file, fields)
     settings = family.read(fields, str(file))
     untied = replace(settings, untie_embeddings_and_output_weights=True)

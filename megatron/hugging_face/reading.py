@@ -84,13 +84,15 @@ class _Reader(InteropReader):
         into.copy_(full)
 
 
-def open_model(path: Path) -> ModelContents:
+def open_model(path: Path, *, reads_images: bool = False) -> ModelContents:
     """Open a model for the loader.
 
+    Args:
+        reads_images: open the encoder of images, too, if its family is supported.
     Raises:
         CheckpointError, ConfigError: the model cannot be read, or is not supported.
     """
-    model = read_model_directory(path)
+    model = read_model_directory(path, reads_images=reads_images)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
     stored = dequantized(stored_tensors(path), model.fields, path)
     quantized = sum(isinstance(view, QuantizedView) for view in stored.values())

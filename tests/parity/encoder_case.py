@@ -230,7 +230,7 @@ def train(
         for chunk in chunks:
             load_state(
                 sharded_state_dict_of(chunk, pg_collection=groups),
-                open_model(directory),
+                open_model(directory, reads_images=True),
                 peers=SingleProcess(),
                 strict=parse_strict_handling("raise_unexpected"),
             )
@@ -344,7 +344,7 @@ def write_after(
     chunks = case_of("t5").build_chunks(run, groups)
     for chunk in chunks:
         declared = sharded_state_dict_of(chunk, pg_collection=groups)
-        load_state(declared, open_model(directory), peers=SingleProcess())
+        load_state(declared, open_model(directory, reads_images=True), peers=SingleProcess())
     return generate(
         chunks,
         [[0] for _ in sources],
@@ -370,7 +370,7 @@ def answer_about(
     chunks = case_of("vlm").build_chunks(run, groups)
     for chunk in chunks:
         declared = sharded_state_dict_of(chunk, pg_collection=groups)
-        load_state(declared, open_model(directory), peers=SingleProcess())
+        load_state(declared, open_model(directory, reads_images=True), peers=SingleProcess())
     return generate(
         chunks,
         prompts,

@@ -64,6 +64,15 @@ _TEXT = {
     "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TEXT_3_5 = {
+    "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    # A first token's output has its product of query and key as a factor, and is normed.
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
+                        "mrope_interleaved": True},
+}  # fmt: skip
 _ENCODER = {
     "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
     "out_hidden_size": 64,
@@ -101,6 +110,16 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "vision_config": {
             **_ENCODER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
     }),
+    "qwen3.5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", {
+        **_IMAGE_TOKENS, "text_config": {**_TEXT, **_TEXT_3_5},
+        "vision_config": {**_ENCODER, "num_position_embeddings": 16},
+    }),
+    "qwen3.5, experts": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", {
+        **_IMAGE_TOKENS, "text_config": {
+            **_TEXT, **_TEXT_3_5, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        "vision_config": {**_ENCODER, "num_position_embeddings": 16},
+    }),
 }  # fmt: skip
 """Name -> config class and model class of Transformers, and the config's arguments."""
 
@@ -133,6 +152,11 @@ _ADDS_STATES = (
     "--vision-model-type", "qwen3_vl", "--vision-num-position-embeddings", "16",
     "--deepstack-layers", "0", "2", "--qk-layernorm",
 )  # fmt: skip
+_RECURRENT = (
+    "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2",
+    "--linear-num-key-heads", "4", "--linear-num-value-heads", "4", "--linear-key-head-dim", "8",
+    "--linear-value-head-dim", "8",
+)  # fmt: skip
 DRAWN: dict[str, tuple[str, ...]] = {
     "t5": (*_T5_SHAPE, *_BIASES),
     "t5, untied": (
@@ -150,6 +174,10 @@ DRAWN: dict[str, tuple[str, ...]] = {
     "vlm, states added, recomputed": (
         *_READS_IMAGES, *_ADDS_STATES, "--recompute-granularity", "full", "--recompute-method",
         "uniform", "--recompute-num-layers", "2",
+    ),
+    "vlm, recurrent mixers and experts": (
+        *_READS_IMAGES, *_ADDS_STATES, *_RECURRENT, "--num-experts", "4", "--moe-router-topk", "2",
+        "--moe-router-load-balancing-type", "none", "--moe-ffn-hidden-size", "16",
     ),
     "vlm, frozen encoder": (*_READS_IMAGES, "--freeze-ViT"),
     "vlm, frozen language model": (*_READS_IMAGES, "--freeze-LM"),
@@ -220,7 +248,8 @@ def against_transformers(case: str, layout: LayoutCase, folder: Path) -> tuple[f
     assert_close(logits[is_token], expected[is_token], FP32_REORDERED_SUM, "logits")
     for batch in batches:
         (case_of(model).their_loss(theirs, batch) / len(batches)).backward()
-    worst = compare_gradients(directory, theirs, assembled(reports, model).gradients[0])
+    gradients = assembled(reports, model).gradients[0]
+    worst = compare_gradients(directory, theirs, gradients, reads_images=True)
     return float((logits - expected)[is_token].abs().max()), worst
 
 

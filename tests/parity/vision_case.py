@@ -58,6 +58,7 @@ def build_chunks(run: ResolvedRun, groups: ProcessGroupCollection) -> list[Any]:
             vocab_size=PADDED_VOCABULARY,
             max_sequence_length=run.model.max_position_embeddings,
             position_embedding_type=run.model.position_embedding_type,
+            rotary_percent=run.model.rotary_percent,
             rotary_base=run.latent_attention.rotary_base,
             pre_process=layout.has_embedding(pp_rank, chunk),
             post_process=layout.has_loss(pp_rank, chunk),

@@ -80,6 +80,8 @@ FAMILIES: tuple[Family, ...] = (
     t5.T5,
     qwen_vl.QWEN2_5_VL,
     qwen_vl.QWEN3_VL,
+    qwen_vl.QWEN3_5_VL,
+    qwen_vl.QWEN3_5_MOE_VL,
     *state_space.FAMILIES,
     *granite.FAMILIES,
     *olmo.FAMILIES,
@@ -120,16 +122,22 @@ _IMAGE_WEIGHTS = {
 }
 
 
-def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
+def family_of_config(
+    fields: Mapping[str, Any], source: str, *, reads_images: bool = False
+) -> tuple[Family, Mapping[str, Any]]:
     """Return the family of a `config.json`, and the fields that it reads.
 
-    Of a model with images, these are the family and the fields of its language model.
+    Of most models with images, these are the family and the fields of the language model.
 
+    Args:
+        reads_images: return the family of the whole model, if there is one.
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
     outer = str(fields.get("model_type"))
     kind = fields.get("model_type")
+    if reads_images and (whole := next((f for f in FAMILIES if f.model_type == outer), None)):
+        return whole, fields
     if outer in _WITH_IMAGES:
         text = {**_WITH_IMAGES[outer], **(fields.get("text_config") or {})}
         text |= _IGNORED.get(outer, {})
@@ -163,7 +171,8 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
     Raises:
         ConfigError: no family can express it; the differences are listed for each family.
     """
-    preferred = _WITH_IMAGES.get(str(preferred), {}).get("model_type", preferred)
+    if settings.architecture != "vlm":
+        preferred = _WITH_IMAGES.get(str(preferred), {}).get("model_type", preferred)
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         wrong = family_misfit(family, settings)

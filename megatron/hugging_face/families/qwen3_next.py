@@ -1,8 +1,8 @@
 """Qwen3-Next and Qwen3.5: Gated DeltaNet in most layers, gated attention in the others.
 
 Qwen3-Next and `qwen3_5_moe_text` have experts in all layers, `qwen3_5_text` in none. Norms are
-zero-centred, except the norms of recurrent heads; a part of each attention head rotates. The
-encoder of images of Qwen3.5 and 3.6 is left out.
+zero-centred, except the norms of recurrent heads; a part of each attention head rotates. `qwen_vl`
+adds the encoder of images of Qwen3.5 and 3.6.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: the decoders of Qwen 2 and Qwen 3 with an encoder of images.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: the decoders of Qwen 2, 3 and 3.5 with an encoder of images.
 
 S. Bai et al., "Qwen2.5-VL Technical Report", arXiv 2502.13923; "Qwen3-VL Technical Report", arXiv
 2511.21631.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import QWEN2, QWEN3
+from megatron.hugging_face.families.qwen3_next import QWEN3_5, QWEN3_5_MOE
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import rope_parameters
 from megatron.hugging_face.weight_map import (
@@ -33,6 +35,12 @@ _TOKENS = {
     "vision_end_token_id": 151653,
 }
 """Token ids of a config that does not contain them."""
+_TOKENS_3_5 = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
 _NAMES = {
     "depth": "vision_num_layers",
     "hidden_size": "vision_hidden_size",
@@ -100,14 +108,14 @@ def _vision(config: ConfigFields, hidden_size: int) -> ConfigFields:
     return vision
 
 
-def _sizes(config: ConfigFields, vision: ConfigFields) -> dict[str, Any]:
+def _sizes(config: ConfigFields, vision: ConfigFields, tokens: Mapping[str, int]) -> dict[str, Any]:
     for name in ("video_token_id", "vision_token_id"):
         config.take(name, None)  # tokens of clips; samples contain still images only
     return {
         "architecture": "vlm",
         **vision.take_all(_NAMES, in_channels=3, temporal_patch_size=2, spatial_merge_size=2),
         **{
-            name: config.take(name, _TOKENS[name])
+            name: config.take(name, tokens[name])
             for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
         },
     }
@@ -117,7 +125,7 @@ def _qwen2_5_settings(config: ConfigFields) -> ModelDescription:
     settings = _text(config, QWEN2)
     vision = _vision(config, settings.hidden_size)
     vision.only("hidden_act", "silu")
-    found = _sizes(config, vision)
+    found = _sizes(config, vision, _TOKENS)
     found["vision_window_size"] = vision.take("window_size", 112)
     found["vision_full_attention_layers"] = list(
         vision.take("fullatt_block_indexes", [7, 15, 23, 31])
@@ -127,16 +135,24 @@ def _qwen2_5_settings(config: ConfigFields) -> ModelDescription:
     return replace(settings, mrope_section=settings.mrope_section or [16, 24, 24])
 
 
-def _qwen3_settings(config: ConfigFields) -> ModelDescription:
-    settings = _text(config, QWEN3)
+def _qwen3_settings(
+    config: ConfigFields,
+    decoder: Family = QWEN3,
+    section: tuple[int, int, int] = (24, 20, 20),
+    added: Sequence[int] = (8, 16, 24),
+    tokens: Mapping[str, int] = _TOKENS,
+) -> ModelDescription:
+    """Return the settings of Qwen3-VL, or of another decoder and its defaults."""
+    settings = _text(config, decoder)
     vision = _vision(config, settings.hidden_size)
     vision.only("hidden_act", "gelu_pytorch_tanh")
-    found = _sizes(config, vision)
+    found = _sizes(config, vision, tokens)
     found["vision_num_position_embeddings"] = vision.take("num_position_embeddings", 2304)
-    found["deepstack_layers"] = list(vision.take("deepstack_visual_indexes", [8, 16, 24]))
+    layers = vision.take("deepstack_visual_indexes", added)
+    found["deepstack_layers"] = list(layers if added else ())  # Qwen3.5 ignores the field
     vision.finish()
     settings = replace(settings, **found, vision_model_type="qwen3_vl", mrope_interleaved=True)
-    return replace(settings, mrope_section=settings.mrope_section or [24, 20, 20])
+    return replace(settings, mrope_section=settings.mrope_section or list(section))
 
 
 def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
@@ -148,6 +164,8 @@ def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
         "mrope_section": settings.mrope_section,
     }
     rope.update(text.pop("rope_scaling") or {})
+    if "partial_rotary_factor" in text:
+        rope["partial_rotary_factor"] = text.pop("partial_rotary_factor")
     if settings.mrope_interleaved:
         rope["mrope_interleaved"] = True
     return {
@@ -178,8 +196,8 @@ def _qwen2_5_fields(settings: ModelDescription) -> dict[str, Any]:
     return fields
 
 
-def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = _fields(settings, QWEN3)
+def _qwen3_fields(settings: ModelDescription, decoder: Family = QWEN3) -> dict[str, Any]:
+    fields = _fields(settings, decoder)
     fields["vision_config"] |= {
         "hidden_act": "gelu_pytorch_tanh",
         "num_position_embeddings": settings.vision_num_position_embeddings,
@@ -247,7 +265,7 @@ def _qwen2_5_rules(settings: ModelDescription) -> list[WeightRule]:
     ]
 
 
-def _qwen3_rules(settings: ModelDescription) -> list[WeightRule]:
+def _qwen3_rules(settings: ModelDescription, decoder: Family = QWEN3) -> list[WeightRule]:
     theirs = "model.visual."
     mlp = {name: (name,) for name in ("linear_fc1", "linear_fc2")}
     rules = _encoder(settings, theirs, mlp)
@@ -262,8 +280,7 @@ def _qwen3_rules(settings: ModelDescription) -> list[WeightRule]:
     for ours, name in mergers.items():
         for layer in ("norm", "linear_fc1", "linear_fc2"):
             rules += _linear(f"{_OURS}{ours}.{layer}", f"{theirs}{name}.{layer}")
-    decoder = renamed(QWEN3.rules(settings), {"model.": "model.language_model."})
-    return [*decoder, *rules]
+    return [*renamed(decoder.rules(settings), {"model.": "model.language_model."}), *rules]
 
 
 QWEN2_5_VL = Family(
@@ -284,3 +301,23 @@ QWEN3_VL = replace(
     rules=_qwen3_rules,
     absent={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500_000.0},
 )
+
+
+def _qwen3_5(decoder: Family, model_type: str, architecture: str) -> Family:
+    """Return the family of a decoder of Qwen3.5 with the encoder of Qwen3-VL, without DeepStack."""
+    return replace(
+        QWEN3_VL,
+        model_type=model_type,
+        architecture=architecture,
+        settings=partial(
+            _qwen3_settings, decoder=decoder, section=(11, 11, 10), added=(), tokens=_TOKENS_3_5
+        ),
+        fields=partial(_qwen3_fields, decoder=decoder),
+        rules=partial(_qwen3_rules, decoder=decoder),
+        absent=decoder.absent,
+        left_out=decoder.left_out,
+    )
+
+
+QWEN3_5_VL = _qwen3_5(QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE_VL = _qwen3_5(QWEN3_5_MOE, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")

@@ -27,9 +27,17 @@ from megatron.hugging_face.writing import PRECISIONS
 from megatron.training.checkpointing.run_state import CheckpointContext
 
 
-def open_collectively(directory: Path, peers: ControlGroup) -> ModelContents:
+def open_collectively(
+    directory: Path, context: CheckpointContext, peers: ControlGroup
+) -> ModelContents:
     """Open a model for the loader. Collective."""
-    return run_on_coordinator(peers, lambda: open_model(directory), doing="opening", path=directory)
+    reads_images = context.args.get("architecture") == "vlm"
+    return run_on_coordinator(
+        peers,
+        lambda: open_model(directory, reads_images=reads_images),
+        doing="opening",
+        path=directory,
+    )
 
 
 def note_on_precision(directory: Path, dtype: torch.dtype) -> str | None:

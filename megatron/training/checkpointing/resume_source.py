@@ -192,7 +192,7 @@ class ResumeSource:
     def _load_model(self, directory: Path) -> Restored:
         """Load the weights of a Hugging Face model."""
         restored = self.restorer.restore(
-            open_collectively(directory, self.peers), is_finetuning=True
+            open_collectively(directory, self.context, self.peers), is_finetuning=True
         )
         print_once(self.peers, f"  successfully loaded weights from {directory}")
         if self.peers.rank == 0:

@@ -15,7 +15,11 @@ _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
 
 
 def model_values(
-    directory: str, given: Mapping[str, object], problems: list[MegatronError]
+    directory: str,
+    given: Mapping[str, object],
+    problems: list[MegatronError],
+    *,
+    reads_images: bool = False,
 ) -> dict[str, Any]:
     """Return field name -> value for the model in `directory`.
 
@@ -23,11 +27,12 @@ def model_values(
         given: settings of the command line, which may repeat the model's values but not change
             them.
         problems: receives an error for each flag that contradicts the model.
+        reads_images: the script trains the encoder of images, too.
     Raises:
         CheckpointError, ConfigError: the model cannot be read, or is not supported.
     """
     path = Path(directory)
-    model = read_model_directory(path).settings
+    model = read_model_directory(path, reads_images=reads_images).settings
     values = model.stated()
     values["vocab_size"] = values.pop("unpadded_vocab_size")
     has_table = model.position_embedding_type == "learned_absolute"

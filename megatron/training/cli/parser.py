@@ -236,7 +236,10 @@ def parse_command_line(
         if given.get("load_hf"):
             from megatron.training.cli.hugging_face import adapter_values, model_values
 
-            from_model = model_values(given["load_hf"], given, problems)
+            built = {**(args_defaults or {}), **given}.get("architecture")
+            from_model = model_values(
+                given["load_hf"], given, problems, reads_images=built == "vlm"
+            )
             from_preset |= from_model | adapter_values(given["load_hf"], given, problems)
     defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
     if "seq_length" in defaults and "max_position_embeddings" in from_preset:

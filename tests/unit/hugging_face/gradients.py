@@ -13,7 +13,9 @@ from megatron.hugging_face.reading import full_name
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 
-def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) -> float:
+def compare_gradients(
+    directory: Path, theirs: Any, ours: Mapping[str, Tensor], *, reads_images: bool = False
+) -> float:
     """Compare every gradient of a model with that of the same model here.
 
     Args:
@@ -42,7 +44,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
         found |= {
             n.replace("model.", "backbone.", 1): found[n] for n in [*found] if n[:6] == "model."
         }
-    model = read_model_directory(directory)
+    model = read_model_directory(directory, reads_images=reads_images)
     prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
     largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)

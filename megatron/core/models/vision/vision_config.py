@@ -290,6 +290,8 @@ _OF_LANGUAGE = frozenset({
     "attn_logit_softcapping", "final_logit_softcapping", "unpadded_vocab_size", "glu_linear_offset",
     "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
     "layernorm_zero_centered_gamma", "apply_query_key_layer_scaling", "num_moe_experts",
+    "experimental_attention_variant", "linear_attention_freq", "moe_layer_freq",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
     "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",

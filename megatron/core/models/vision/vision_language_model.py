@@ -233,16 +233,18 @@ def _check(config: TransformerConfig) -> None:
         "--hybrid-context-parallel": config.hybrid_context_parallel,
         "--mtp-num-layers": bool(config.mtp_num_layers),
         "--multi-latent-attention": config.multi_latent_attention,
-        "--num-experts": config.num_moe_experts is not None,
         "--hybrid-layer-pattern": bool(config.hybrid_layer_pattern),
-        "--experimental-attention-variant": config.experimental_attention_variant is not None,
+        "--experimental-attention-variant": any(
+            kind.is_sparse or kind.is_compressed for kind in config.layer_kinds()
+        ),
         "--use-mup": config.use_mup,
     }
     wrong = [flag for flag, is_on in asked.items() if is_on]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)} for a model that reads images.",
-            rule="its decoder has plain attention and dense MLPs, and a rank has whole sequences",
+            rule="its decoder has plain attention or recurrent mixers in layers with an MLP, and a"
+            " rank has whole sequences",
             flags=wrong,
             fix="drop these flags",
         )
