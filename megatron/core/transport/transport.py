@@ -325,12 +325,26 @@ def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) ->
     return received
 
 
-def tree_sum(terms: Sequence[Tensor]) -> Tensor:
-    """Add tensors [...] in a binary tree over their numbers; they may be overwritten."""
-    while len(terms) > 1:
-        pairs = [terms[i].add_(terms[i + 1]) for i in range(0, len(terms) - 1, 2)]
-        terms = pairs + list(terms[len(pairs) * 2 :])
-    return terms[0]
+def tree_sum(terms: Iterable[Tensor]) -> Tensor:
+    """Add tensors [...] in a binary tree over their numbers; they may be overwritten.
+
+    Two subtrees are added as soon as both are complete, so terms that an iterator computes are
+    added while they are in the cache.
+    """
+    subtrees: list[Tensor] = []
+    for number, term in enumerate(terms):
+        subtrees.append(term)
+        while number % 2:
+            _add_last(subtrees)
+            number //= 2
+    while len(subtrees) > 1:
+        _add_last(subtrees)
+    return subtrees[0]
+
+
+def _add_last(subtrees: list[Tensor]) -> None:
+    last = subtrees.pop()
+    subtrees[-1].add_(last)
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
