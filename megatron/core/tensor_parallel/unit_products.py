@@ -78,14 +78,13 @@ class Units:
         """
         places = self.pieces(sums, self.dim)
         for left, right in zip(self._runs(grad), self._runs(rows), strict=True):
-            lefts, rights = [aligned(left.t())] * len(places), [aligned(right)] * len(places)
             if self.dim == 0:
-                lefts = [aligned(part) for part in self.pieces(left.t(), 0)]
+                lefts, rights = self.pieces(left.t(), 0), [aligned(right)] * len(places)
             else:
-                rights = [aligned(part) for part in self.pieces(right, 1)]
+                lefts, rights = [aligned(left.t())] * len(places), self.pieces(right, 1)
             product = None
-            for place, *factors in zip(places, lefts, rights, strict=True):
-                product = torch.mm(*factors, out=product)
+            for place, a, b in zip(places, lefts, rights, strict=True):
+                product = torch.mm(aligned(a), aligned(b), out=product)
                 add_on_grid(place, product, is_first=is_first)
             is_first = False
 
@@ -103,17 +102,12 @@ class Units:
         return product
 
     def _contract(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left @ right, whose summed dimension is cut into pieces: fp32.
-
-        Products are added over the blocks of a unit, then over units in a tree.
-        """
-        lefts, rights = self.pieces(left, 1), self.pieces(right, 0)
-
-        def product(number: int) -> Tensor:
-            return _product(self._runs(lefts[number]), rights[number]).float()
-
-        pieces = range(self.blocks * self.count)
-        return tree_sum(_add(map(product, pieces[u :: self.count])) for u in range(self.count))
+        """Return left @ right, whose summed dimension is cut into pieces: fp32."""
+        pairs = list(zip(self.pieces(left, 1), self.pieces(right, 0), strict=True))
+        return tree_sum(
+            _add(_product(self._runs(a), b).float() for a, b in pairs[unit :: self.count])
+            for unit in range(self.count)
+        )
 
 
 def _product(runs: Sequence[Tensor], right: Tensor) -> Tensor:
@@ -125,11 +119,11 @@ def _product(runs: Sequence[Tensor], right: Tensor) -> Tensor:
 
 def _write_product(runs: Sequence[Tensor], right: Tensor, place: Tensor) -> None:
     """Multiply each run of rows; write all rows to a part of a longer tensor."""
-    if place.device.type == "cpu":
+    if aligned(place) is place:
         right = aligned(right)
         for run, out in zip(runs, place.chunk(len(runs)), strict=True):
             torch.mm(run, right, out=out)
-    else:  # kernels are chosen by the distance of two rows
+    else:
         place.copy_(_product(runs, right))
 
 

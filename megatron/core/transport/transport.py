@@ -17,6 +17,7 @@ Shapes: `t` rows of the full tensor; a slash divides by the size of the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TypeGuard
 
 import torch
@@ -328,23 +329,14 @@ def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) ->
 def tree_sum(terms: Iterable[Tensor]) -> Tensor:
     """Add tensors [...] in a binary tree over their numbers; they may be overwritten.
 
-    Two subtrees are added as soon as both are complete, so terms that an iterator computes are
-    added while they are in the cache.
+    Terms that an iterator computes are added while they are in the cache.
     """
     subtrees: list[Tensor] = []
     for number, term in enumerate(terms):
-        subtrees.append(term)
         while number % 2:
-            _add_last(subtrees)
-            number //= 2
-    while len(subtrees) > 1:
-        _add_last(subtrees)
-    return subtrees[0]
-
-
-def _add_last(subtrees: list[Tensor]) -> None:
-    last = subtrees.pop()
-    subtrees[-1].add_(last)
+            term, number = subtrees.pop().add_(term), number // 2
+        subtrees.append(term)
+    return reduce(lambda right, left: left.add_(right), reversed(subtrees))
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
