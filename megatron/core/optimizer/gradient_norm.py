@@ -302,7 +302,8 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     # No overflow or underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts, because an fp64
     # copy of all gradients would set the peak memory of a step that overflows in fp16.
     parts = blocks.split(_EXACT_BLOCKS)
-    return torch.cat([x.to(torch.float64, copy=True).square_().sum(dim=1) for x in parts])
+    norms = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in parts]
+    return torch.cat(norms).square_()
 
 
 def _squares_by_blocks(flat: Tensor, segments: Segments, exactly: bool) -> Tensor:

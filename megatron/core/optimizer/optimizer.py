@@ -28,6 +28,7 @@ from megatron.core.optimizer.state_declarations import (
     step_count,
 )
 from megatron.core.optimizer.update import NormCheck, StepOutcome, StepResult, start_step
+from megatron.core.parameters.exact_sum import in_own_memory
 
 
 class MegatronOptimizer:
@@ -186,6 +187,8 @@ class MegatronOptimizer:
                 if gradient is not None:
                     streamed.set_gradient(item.main_param, gradient)
             elif gradient is not None and item.main_param.grad is not gradient:
+                if gradient.dtype == torch.float64 != item.shard.values.dtype:
+                    gradient = in_own_memory(gradient)  # sums of `layout_invariant_mode`
                 item.main_param.grad = gradient.to(item.main_param.dtype)
 
     def _scale_rows(self, row_factors: RowFactors) -> None:

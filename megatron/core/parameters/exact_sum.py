@@ -11,6 +11,9 @@ Transactions on Computers 64(7), 2015.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +25,7 @@ LIMIT = 2.0**8
 """Largest magnitude of an exact sum: fp64 has 52 bits below it, one of them is left."""
 LOSS_GRID = 2.0**-24
 """Losses of tokens are rounded to its multiples: their sums are exact below 2^29."""
-_PART = 2**16
+_PART = 2**17
 _SHIFT = 1.5 * 2.0**52
 
 
@@ -36,29 +39,44 @@ def on_grid(x: Tensor, grid: float = GRID) -> Tensor:
 
 def add_on_grid(sums: Tensor, terms: Tensor, *, is_first: bool) -> None:
     """Add terms [...], rounded to multiples of `GRID`, to exact sums [...], or overwrite them."""
-    for total, term in zip(_parts(sums.view(-1)), _parts(terms.reshape(-1)), strict=True):
+    if sums.is_contiguous():
+        sums, terms = sums.view(-1), terms.reshape(-1)
+    for total, term in zip(_parts(sums), _parts(terms), strict=True):
         if is_first:
-            total.copy_(on_grid(term))
+            shifted = term.to(torch.float64, copy=True).add_(_SHIFT * GRID)
+            torch.sub(shifted, _SHIFT * GRID, out=total)
         else:
             total.add_(on_grid(term))
 
 
 def row_sum(rows: Tensor) -> Tensor:
     """Return the exact sum of the rows [t, ...], fp64 [...]."""
-    return on_grid(rows).sum(0)
+    sums = [on_grid(part).sum(0) for part in _parts(rows)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def round_sums(sums: Tensor, factor: float) -> None:
-    """Multiply exact sums [...] by a factor and round them to fp32 values, in place.
+    """Multiply exact sums [n] by a factor and round them to fp32 values, in place.
 
-    A sum beyond `LIMIT` becomes NaN: its bits may depend on the order of its terms.
+    A sum beyond `LIMIT` (to less than its double) becomes infinite: its bits may depend on the
+    order of its terms. A power of two moves such a sum out of the range of fp32.
     """
-    for part in _parts(sums.view(-1)):
-        rounded = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-        torch.mul(part, factor, out=rounded)
-        part.copy_(rounded.masked_fill_(rounded.abs() > LIMIT * factor, torch.nan))
+    power = 2.0 ** (128 - math.ceil(math.log2(LIMIT * factor)))
+    for part in _parts(sums):
+        part.copy_(torch.mul(part, factor * power).float()).mul_(1 / power)
 
 
-def _parts(flat: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of a flat tensor [n] that stay in the cache from one operation to the next."""
-    return flat.split(_PART) if prefers_cache_blocks(flat.device) else (flat,)
+def in_own_memory(sums: Tensor) -> Tensor:
+    """Convert sums [...] to fp32 in the first half of their memory: the sums are lost."""
+    flat = sums.reshape(-1)
+    values = flat.view(torch.float32)[: flat.numel()]
+    # Ascending: a part is written to memory that has been read.
+    for value, part in zip(_parts(values), _parts(flat), strict=True):
+        value.copy_(part.float())
+    return values.view(sums.shape)
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """Return parts of x [n, ...] that stay in the cache from one operation to the next."""
+    is_small = x.numel() <= _PART or not prefers_cache_blocks(x.device)
+    return [x] if is_small else x.chunk(-(-x.numel() // _PART))

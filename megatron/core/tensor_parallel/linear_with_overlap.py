@@ -23,7 +23,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.quantized_linear import GemmContext, QuantizedLinear
-from megatron.core.parameters.exact_sum import on_grid, row_sum
+from megatron.core.parameters.exact_sum import row_sum
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -241,7 +241,7 @@ def _input_gradient(
 
 
 def _weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, context: GemmContext | None
+    weight: Any, grad: Tensor, x: Tensor, spec: LinearCommSpec, context: GemmContext | None
 ) -> Tensor | None:
     """Compute grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
     fuses = spec.fuses_main_grad and has_main_grad(weight)
@@ -253,10 +253,12 @@ def _weight_gradient(
         return None if fuses else total
     grad, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     if spec.units is not None:
-        total = spec.units.weight_gradient(grad, rows)
+        is_first = not fuses or weight.main_grad_is_fresh
+        total = weight.main_grad if fuses else torch.empty_like(weight, dtype=torch.float64)
+        spec.units.add_weight_gradient(total, grad, rows, is_first=is_first)
         if fuses:
-            accumulate_main_grad(weight, total)
-        return None if fuses else on_grid(total)
+            weight.main_grad_is_fresh = False
+        return None if fuses else total
     if fuses:
         main_grad_addmm(weight, grad.t(), rows)
         return None

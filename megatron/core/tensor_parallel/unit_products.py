@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.parameters.exact_sum import on_grid
+from megatron.core.parameters.exact_sum import add_on_grid
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.transport import tree_sum
@@ -56,15 +56,6 @@ class Units:
         k at k * count + j."""
         return list(x.tensor_split(self.count * self.blocks, dim))
 
-    def tree(self, terms: Sequence[Tensor]) -> Tensor:
-        """Add one term [...] per piece, over the blocks of a unit, then over units in a tree."""
-        count = self.count
-        sums = [
-            _add(terms[u + b * count] for b in range(self.blocks)) if self.blocks > 1 else terms[u]
-            for u in range(count)
-        ]
-        return tree_sum(sums)
-
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return rows [t, i] @ weight.T: [t, o], or for `dim` 1 the sum of this rank, fp32."""
         product = self._spread if self.dim == 0 else self._contract
@@ -78,19 +69,24 @@ class Units:
         """Return grad [t, o] @ weight: [t, i], or for `dim` 0 the sum of this rank, fp32."""
         return self._contract(grad, weight) if self.dim == 0 else self._spread(grad, weight)
 
-    def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
-        """Return grad.T [o, t] @ rows [t, i]: [o, i], for several runs of rows their exact sum."""
-        pairs = list(zip(self._runs(grad), self._runs(rows), strict=True))
-        if len(pairs) == 1:
-            return self._weight_gradient(grad, rows)
-        return _add(on_grid(self._weight_gradient(*pair)) for pair in pairs)
+    def add_weight_gradient(
+        self, sums: Tensor, grad: Tensor, rows: Tensor, *, is_first: bool
+    ) -> None:
+        """Add grad.T [o, t] @ rows [t, i] to exact sums [o, i], or overwrite them.
 
-    def _weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
-        if self.dim == 0:
-            rows = aligned(rows)
-            return torch.cat([aligned(part) @ rows for part in self.pieces(grad.t(), 0)])
-        grad = aligned(grad.t())
-        return torch.cat([grad @ aligned(part) for part in self.pieces(rows, 1)], 1)
+        Each product is added while it is in the cache.
+        """
+        places = self.pieces(sums, self.dim)
+        for left, right in zip(self._runs(grad), self._runs(rows), strict=True):
+            if self.dim == 0:
+                lefts, rights = self.pieces(left.t(), 0), [aligned(right)] * len(places)
+            else:
+                lefts, rights = [aligned(left.t())] * len(places), self.pieces(right, 1)
+            product = None
+            for place, a, b in zip(places, lefts, rights, strict=True):
+                product = torch.mm(aligned(a), aligned(b), out=product)
+                add_on_grid(place, product, is_first=is_first)
+            is_first = False
 
     def _runs(self, rows: Tensor) -> list[Tensor]:
         """Cut rows [t, n] into runs; rows of another number, as in generation, are one run."""
@@ -98,13 +94,20 @@ class Units:
 
     def _spread(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left @ right, whose columns are cut into pieces."""
+        product = left.new_empty(len(left), right.shape[1])
+        places = self.pieces(product, 1)
         runs = [aligned(run) for run in self._runs(left)]
-        return torch.cat([_product(runs, part) for part in self.pieces(right, 1)], 1)
+        for place, part in zip(places, self.pieces(right, 1), strict=True):
+            _write_product(runs, part, place)
+        return product
 
     def _contract(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left @ right, whose summed dimension is cut into pieces."""
-        pairs = zip(self.pieces(left, 1), self.pieces(right, 0), strict=True)
-        return self.tree([_product(self._runs(a), b).float() for a, b in pairs])
+        """Return left @ right, whose summed dimension is cut into pieces: fp32."""
+        pairs = list(zip(self.pieces(left, 1), self.pieces(right, 0), strict=True))
+        return tree_sum(
+            _add(_product(self._runs(a), b).float() for a, b in pairs[unit :: self.count])
+            for unit in range(self.count)
+        )
 
 
 def _product(runs: Sequence[Tensor], right: Tensor) -> Tensor:
@@ -112,6 +115,16 @@ def _product(runs: Sequence[Tensor], right: Tensor) -> Tensor:
     right = aligned(right)
     products = [aligned(run) @ right for run in runs]
     return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def _write_product(runs: Sequence[Tensor], right: Tensor, place: Tensor) -> None:
+    """Multiply each run of rows; write all rows to a part of a longer tensor."""
+    if aligned(place) is place:
+        right = aligned(right)
+        for run, out in zip(runs, place.chunk(len(runs)), strict=True):
+            torch.mm(run, right, out=out)
+    else:
+        place.copy_(_product(runs, right))
 
 
 class _Copies(torch.autograd.Function):
@@ -166,9 +179,9 @@ def aligned(x: Tensor) -> Tensor:
     operands. Other devices choose kernels by the distance of two rows, too.
     """
     rows = x.t() if x.stride(0) == 1 else x
-    has_gaps = rows.stride(0) > rows.shape[1] and x.device.type == "cpu"
-    is_dense = rows.is_contiguous() or (has_gaps and rows.stride(1) == 1)
-    distance = rows.stride(0) * x.element_size() if has_gaps else 0
-    if is_dense and x.data_ptr() % _ALIGNMENT == 0 and distance % _ALIGNMENT == 0:
+    distance, is_dense = rows.stride(0), rows.is_contiguous()
+    if not is_dense and x.is_cpu and rows.stride(1) == 1 and distance > rows.shape[1]:
+        is_dense = distance * x.element_size() % _ALIGNMENT == 0
+    if is_dense and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return rows.contiguous() if rows is x else rows.contiguous().t()

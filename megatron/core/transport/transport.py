@@ -17,6 +17,7 @@ Shapes: `t` rows of the full tensor; a slash divides by the size of the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TypeGuard
 
 import torch
@@ -325,12 +326,17 @@ def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) ->
     return received
 
 
-def tree_sum(terms: Sequence[Tensor]) -> Tensor:
-    """Add tensors [...] in a binary tree over their numbers; they may be overwritten."""
-    while len(terms) > 1:
-        pairs = [terms[i].add_(terms[i + 1]) for i in range(0, len(terms) - 1, 2)]
-        terms = pairs + list(terms[len(pairs) * 2 :])
-    return terms[0]
+def tree_sum(terms: Iterable[Tensor]) -> Tensor:
+    """Add tensors [...] in a binary tree over their numbers; they may be overwritten.
+
+    Terms that an iterator computes are added while they are in the cache.
+    """
+    subtrees: list[Tensor] = []
+    for number, term in enumerate(terms):
+        while number % 2:
+            term, number = subtrees.pop().add_(term), number // 2
+        subtrees.append(term)
+    return reduce(lambda right, left: left.add_(right), reversed(subtrees))
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
