@@ -99,6 +99,9 @@ def with_rope_parameters(
         scaling.only("low_freq_factor", 1.0)
         scaling.only("high_freq_factor", 4.0)
         scaling.only("original_max_position_embeddings", 8192)
+    elif kind == "proportional":
+        scaling.only("factor", 1.0)
+        model = replace(model, rotary_proportional=True)
     elif kind == "linear":
         model = replace(model, rotary_seq_len_interpolation_factor=scaling.take("factor"))
     elif kind == "dynamic":

@@ -163,13 +163,17 @@ def alternating_experts(
     )
 
 
-def query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
-    """Join separate projections; a group has rows of q/g query heads, one key, one value head."""
+def query_key_value(megatron_name: str, *hf_names: str) -> WeightRule:
+    """Join separate projections; a group has rows of q/g query heads, one key, one value head.
+
+    Args:
+        hf_names: of queries, keys and values; without the tensors that a layer does not have.
+    """
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
-        return _by_group(model, [(0, 0), (1, 0), (2, 0)])
+        return _by_group(model, [(source, 0) for source in range(len(hf_names))])
 
-    return WeightRule(megatron_name, (query, key, value), row_map)
+    return WeightRule(megatron_name, hf_names, row_map)
 
 
 def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
@@ -203,7 +207,7 @@ def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> lis
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
     width = model.head_dim
     queries = model.num_attention_heads // model.num_key_value_heads * width
-    heights = (queries, width, model.value_dim)
+    heights = (queries, width, model.value_dim)[: len(starts)]
     found, megatron_begin = [], 0
     for group in range(model.num_key_value_heads):
         for (source, start), height in zip(starts, heights, strict=True):

@@ -37,6 +37,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.per_layer_embedding import PerLayerInput, layer_scalar
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -83,6 +84,7 @@ class TransformerLayer(GraphableMegatronModule):
     """
 
     pg_collection: ProcessGroupCollection
+    layer_scalar: Tensor
 
     def __init__(
         self,
@@ -121,8 +123,7 @@ class TransformerLayer(GraphableMegatronModule):
 
         self.is_reordered = config.is_reordered(self.layer_number)
         self.norms_outputs = config.sandwich_norm or self.is_reordered
-        of_input = IdentityOp if self.is_reordered else submodules.input_layernorm
-        self.input_layernorm = norm(of_input)
+        self.input_layernorm = norm(IdentityOp if self.is_reordered else submodules.input_layernorm)
         self.self_attention = build_module(
             submodules.self_attention,
             config=config,
@@ -148,12 +149,10 @@ class TransformerLayer(GraphableMegatronModule):
             if self.is_reordered or config.share_parallel_norm
             else submodules.pre_mlp_layernorm
         )
-        if config.enable_mhc_connections:
-            tp = self.pg_collection.tp
-            if self.has_mixer:
-                self.self_attention_hyper_connection = HyperConnection(config, tp)
-            if self.has_mlp:
-                self.mlp_hyper_connection = HyperConnection(config, tp)
+        if config.enable_mhc_connections and self.has_mixer:
+            self.self_attention_hyper_connection = HyperConnection(config, self.pg_collection.tp)
+        if config.enable_mhc_connections and self.has_mlp:
+            self.mlp_hyper_connection = HyperConnection(config, self.pg_collection.tp)
         if self.norms_outputs:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
@@ -164,6 +163,10 @@ class TransformerLayer(GraphableMegatronModule):
         if has_experts:
             self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        if config.per_layer_embed_dim:
+            self.per_layer_input = PerLayerInput(config, self.pg_collection)
+        if config.layer_scalar:
+            self.register_buffer("layer_scalar", layer_scalar(config))
 
         # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
@@ -200,6 +203,8 @@ class TransformerLayer(GraphableMegatronModule):
         padding_mask: Tensor | None = None,
         *,
         chosen_keys: dict[int, Tensor] | None = None,
+        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        vectors_of_layers: Tensor | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
@@ -209,8 +214,9 @@ class TransformerLayer(GraphableMegatronModule):
         Args:
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
-            chosen_keys: the keys that layers of this pass have chosen, for layers that share them;
-                see `SparseAttention.forward`.
+            chosen_keys, keys_values: keys chosen, and keys and values computed, by earlier layers
+                of this pass; see `SparseAttention.forward` and `Attention.forward`.
+            vectors_of_layers: [s, b, L, p], see `PerLayerEmbedding`.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -228,6 +234,7 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states, normed = self._forward_attention(
                     hidden_states,
                     **({"chosen_keys": chosen_keys} if is_sparse else {}),
+                    **({} if keys_values is None else {"keys_values": keys_values}),
                     attention_mask=attention_mask,
                     inference_context=inference_context or inference_params,
                     rotary_pos_emb=rotary_pos_emb,
@@ -242,6 +249,11 @@ class TransformerLayer(GraphableMegatronModule):
                 mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
                 options = {"padding_mask": padding_mask, "packed_seq_params": packed_seq_params}
                 hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
+            if vectors_of_layers is not None:
+                own = vectors_of_layers[:, :, self.layer_number - 1]
+                hidden_states = self.per_layer_input(hidden_states, own)
+            if self.config.layer_scalar:
+                hidden_states = hidden_states * self.layer_scalar
             return hidden_states, context
 
     def _context_parallel_options(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ supported: of Gemma 3 with images (`gemma3`) the language model is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -94,10 +94,10 @@ def _gemma3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**_common_fields(settings), "rope_local_base_freq": float(local)}
 
 
-def _rules(settings: ModelDescription) -> list[WeightRule]:
+def with_norms_around(rules: Iterable[WeightRule]) -> list[WeightRule]:
     """Return Llama's rules, with norms before and after both the attention and the MLP."""
     before_mlp = _MEGATRON + "mlp.linear_fc1.layer_norm_weight"
-    rules = [rule for rule in LLAMA.rules(settings) if rule.megatron_name != before_mlp]
+    rules = [rule for rule in rules if rule.megatron_name != before_mlp]
     for here, there in (
         (before_mlp, "pre_feedforward_layernorm"),
         (_MEGATRON + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
@@ -131,7 +131,7 @@ def _family(
         architecture=architecture,
         settings=settings,
         fields=fields,
-        rules=_rules,
+        rules=lambda settings: with_norms_around(LLAMA.rules(settings)),
         only=GEMMA.only,
         absent={
             "num_key_value_heads": 4,
