@@ -94,8 +94,9 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
         loss_mask: [b, s], 1 where a token counts.
         output: [b, s], the loss of every token.
     """
-    # fp32: in bf16, a sum over thousands of tokens has only three digits.
-    loss = torch.sum(output.float() * loss_mask)
+    # fp32 or more: in bf16, a sum over thousands of tokens has only three digits.
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    loss = torch.sum(wide * loss_mask)
     num_tokens = loss_mask.sum()
     return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
 

@@ -35,6 +35,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -81,8 +82,16 @@ def build_step(
     vp=1,
     share=1,
     microbatches=MICROBATCHES,
+    invariant=False,
+    optimizes=False,
 ) -> Callable[[], None]:
-    """Return a function that runs one step. `share` divides heads, MLP and vocabulary."""
+    """Return a function that runs one step.
+
+    Args:
+        share: divides heads, MLP and vocabulary.
+        invariant: in `layout_invariant_mode`.
+        optimizes: the step ends with clipping and Adam.
+    """
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=WIDTH,
@@ -95,6 +104,7 @@ def build_step(
         sequence_parallel=sp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        layout_invariant_mode=invariant,
     )
     stage, last = groups.pp.rank(), groups.pp.size() - 1
     chunks = []
@@ -121,6 +131,10 @@ def build_step(
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vp)
     tokens = torch.randint(VOCABULARY // share, (1, SEQUENCE))
     iterators = [endless(tokens) for _ in chunks]
+    optimizer = None
+    if optimizes:
+        settings = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0)
+        optimizer = get_megatron_optimizer(settings, chunks, pg_collection=groups)
 
     def step() -> None:
         for chunk in chunks:
@@ -135,6 +149,8 @@ def build_step(
             forward_only=False,
             pg_collection=groups,
         )
+        if optimizer is not None:
+            optimizer.step()
 
     return step
 

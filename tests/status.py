@@ -112,13 +112,17 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             "tests/distributed/checkpointing/test_hybrid_and_gpt.py",
         ),
         Feature(
+            "[compressed attention of DeepSeek-V4](sequence_mixers.md#compressed-attention)",
+            "tests/distributed/context_parallel/test_compressed_attention.py",
+        ),
+        Feature(
             "[sparse attention of DeepSeek-V3.2](sequence_mixers.md)",
             "tests/distributed/context_parallel/test_sparse_attention.py",
         ),
         Feature("[BERT and T5](encoders.md)", "tests/distributed/models/test_encoders.py"),
         Feature("[vision-language models](vision_language.md)", "tests/parity/vision_case.py"),
         Feature(
-            "[Hugging Face models in and out](hugging_face.md), 45 families",
+            "[Hugging Face models in and out](hugging_face.md), 74 families",
             "tests/distributed/hugging_face/test_layouts.py",
         ),
         Feature(

@@ -350,6 +350,7 @@ def nvtx_decorator(
 FP8_TENSOR_CLASS: tuple[type, ...] = ()
 """Classes of parameters that are stored in 8 bits; empty, because weights are cast when used."""
 HAVE_TE_FP8_TENSOR_CLASS = False
+HAVE_FA3 = False  # --attention-backend chooses kernels
 
 
 class CudaGraphScope(enum.Enum):

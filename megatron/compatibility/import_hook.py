@@ -156,6 +156,8 @@ class _WithNames(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
+        if any(name.startswith(f"{module.__name__}.") for name in NameFinder.modules):
+            vars(module).setdefault("__path__", [])  # Megatron's module is a package
         own: Callable[[str], Any] | None = vars(module).get("__getattr__")
         ours = getter(module.__name__)
 

@@ -119,3 +119,8 @@ class ChainedOptimizer:
             str(i): optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
             for i, optimizer in enumerate(self.chained_optimizers)
         }
+
+
+def get_standard_config_overrides(config: object) -> dict[object, object]:
+    """Return no rule: the optimizer itself applies `decoupled_lr` and decays no bias and norm."""
+    return {}

@@ -44,6 +44,21 @@ class RerunStateMachine:
     """
 
     def __init__(self, mode: RerunMode | str = RerunMode.DISABLED, **_: object) -> None:
+        self.set_mode(mode)
+        self.current_iteration = -1
+        self._is_running = False
+        self._largest: dict[str, tuple[int, float]] = {}
+
+    def get_mode(self) -> RerunMode:
+        """Return `DISABLED`."""
+        return RerunMode.DISABLED
+
+    def set_mode(self, mode: RerunMode | str) -> None:
+        """Accept `DISABLED`, which evaluation sets.
+
+        Raises:
+            ConfigError: another mode.
+        """
         if RerunMode(mode) is not RerunMode.DISABLED:
             raise ConfigError(
                 f"rerun mode {RerunMode(mode).value!r} is not supported.",
@@ -51,9 +66,6 @@ class RerunStateMachine:
                 flags=["--rerun-mode"],
                 fix="use --rerun-mode disabled",
             )
-        self.current_iteration = -1
-        self._is_running = False
-        self._largest: dict[str, tuple[int, float]] = {}
 
     def should_run_forward_backward(self, data_iterator: object = None) -> bool:
         """Return True and False in turn: a `while` loop over it runs its body once a step."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core import parallel_state
+from megatron.core import distributed, parallel_state
 from megatron.core.context_parallel import partition
 from megatron.core.datasets.gpt_dataset import attention_mask, document_starts
 from megatron.core.foundation import device
@@ -22,13 +25,13 @@ from megatron.core.settings.flags import from_args
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives, torch_collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.data import DataSettings
 from megatron.training.config.resolved import pad_vocabulary
 from megatron.training.datasets.blends import blends_of
 from megatron.training.global_vars import get_args
-from megatron.training.launch.rank_info import read_rank_info
+from megatron.training.launch.printing import print_rank_0
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DTYPES = (torch.int64, torch.float32, torch.bool)
@@ -167,6 +170,37 @@ def get_ltor_masks_and_position_ids(
     return attention_mask(seen), loss_mask, positions.clone()
 
 
+def _ddp_wrap(
+    model: Sequence[nn.Module],
+    data_parallel_random_init: bool,
+    ddp_config: distributed.DistributedDataParallelConfig,
+    overlap_param_gather_with_optimizer_step: bool,
+    use_megatron_fsdp: bool = False,
+    use_torch_fsdp2: bool = False,
+    *,
+    pg_collection: ProcessGroupCollection,
+) -> list[nn.Module]:
+    """Return the chunks in the data-parallel wrapper that the options choose.
+
+    Raises:
+        ConfigError: `use_megatron_fsdp`; the error names the replacement.
+    """
+    kind = "TorchFullyShardedDataParallel" if use_torch_fsdp2 else "DistributedDataParallel"
+    # The first name has no definition: its call raises the error.
+    wrapper = getattr(distributed, "FullyShardedDataParallel" if use_megatron_fsdp else kind)
+    plain = overlap_param_gather_with_optimizer_step
+    wrapped: list[Any] = [
+        wrapper(
+            get_model_config(chunk), ddp_config, chunk, disable_bucketing=plain or place > 0,
+            pg_collection=pg_collection,
+        )
+        for place, chunk in enumerate(model)
+    ]  # fmt: skip
+    for chunk in wrapped if data_parallel_random_init else ():
+        chunk.broadcast_params()
+    return wrapped
+
+
 def core_transformer_config_from_yaml(args: Namespace, _: str = "language_model") -> Any:
     """Return the model's config; `args` already contains the flags of a YAML file."""
     return core_transformer_config_from_args(args)
@@ -179,16 +213,71 @@ def report_memory(name: str) -> None:
 
 
 def append_to_progress_log(string: str, barrier: bool = True) -> None:
-    """Append a line to progress.txt in the save directory, on rank 0."""
-    args = get_args()
-    if args.save is None:
+    """Append a line to progress.txt in the save directory of the arguments, on rank 0."""
+    append_to_progress_log_in(get_args().save, string, barrier)
+
+
+def append_to_progress_log_in(save_dir: str | None, string: str, barrier: bool = True) -> None:
+    """Append a line to progress.txt in a directory, on rank 0; None has no such file."""
+    if save_dir is None:
         return
-    if barrier:
+    if barrier and dist.is_initialized():
         torch_collectives.barrier(torch_collectives.world())
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if safe_get_rank() == 0:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-        with (Path(args.save) / "progress.txt").open("a") as file:
-            file.write(f"{stamp}\t{args.world_size} ranks\t{string}\n")
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        with (Path(save_dir) / "progress.txt").open("a") as file:
+            file.write(f"{stamp}\t{safe_get_world_size()} ranks\t{string}\n")
+
+
+def barrier_and_log(string: str) -> None:
+    """Wait for all ranks; then rank 0 prints the time."""
+    if dist.is_initialized():
+        torch_collectives.barrier(torch_collectives.world())
+    print_rank_0(f"[{string}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def add_filter_to_all_loggers(added: logging.Filter | Callable[[logging.LogRecord], bool]) -> None:
+    """Add a filter, an object or a function, to the root logger and all that exist."""
+    for name in (None, *logging.root.manager.loggerDict):
+        logging.getLogger(name).addFilter(added)
+
+
+def warning_filter(record: logging.LogRecord) -> bool:
+    """Return whether a record is not a warning."""
+    return record.levelno != logging.WARNING
+
+
+def module_filter(record: logging.LogRecord, modules_to_filter: Sequence[str]) -> bool:
+    """Return whether no prefix in `modules_to_filter` begins the name of the record's logger."""
+    return not record.name.startswith(tuple(modules_to_filter))
+
+
+def setup_logging(
+    logging_level: int | None = None,
+    filter_warning: bool = True,
+    modules_to_filter: Sequence[str] | None = None,
+    set_level_for_all_loggers: bool = False,
+) -> None:
+    """Set the level of the root logger and of Megatron's loggers, and add filters to all.
+
+    Args:
+        logging_level: default: the environment variable MEGATRON_LOGGING_LEVEL, or INFO.
+        filter_warning: drop warnings.
+        modules_to_filter: drop records of loggers whose names begin with these.
+        set_level_for_all_loggers: also set the level of all other loggers.
+    """
+    if logging_level is None:
+        logging_level = int(os.getenv("MEGATRON_LOGGING_LEVEL", str(logging.INFO)))
+    logging.getLogger().setLevel(logging_level)
+    for name in logging.root.manager.loggerDict:
+        if set_level_for_all_loggers or name.startswith("megatron"):
+            logging.getLogger(name).setLevel(logging_level)
+    if filter_warning:
+        add_filter_to_all_loggers(warning_filter)
+    if modules_to_filter:
+        kept = partial(module_filter, modules_to_filter=modules_to_filter)
+        add_filter_to_all_loggers(kept)
 
 
 def calculate_padded_vocab_size(
@@ -204,10 +293,40 @@ def calculate_padded_vocab_size(
 
 
 def safe_get_rank() -> int:
-    """Return this process's rank, which torchrun sets before the processes are connected."""
-    return dist.get_rank() if dist.is_initialized() else read_rank_info().rank
+    """Return this process's rank, which the launcher sets before the processes are connected."""
+    return dist.get_rank() if dist.is_initialized() else _launched("RANK", "SLURM_PROCID", 0)
 
 
 def safe_get_world_size() -> int:
-    """Return the number of processes, which torchrun sets before they are connected."""
-    return dist.get_world_size() if dist.is_initialized() else read_rank_info().world_size
+    """Return the number of processes, which the launcher sets before they are connected."""
+    return (
+        dist.get_world_size()
+        if dist.is_initialized()
+        else _launched("WORLD_SIZE", "SLURM_NTASKS", 1)
+    )
+
+
+def get_local_rank_preinit() -> int:
+    """Return this process's rank on its node, which the launcher sets."""
+    return _launched("LOCAL_RANK", "SLURM_LOCALID", 0)
+
+
+def _launched(torchrun: str, slurm: str, default: int) -> int:
+    """Read a variable of torchrun, of a SLURM job otherwise; without both use the default."""
+    found = _of_slurm_job(slurm)
+    return int(os.environ.get(torchrun, default if found is None else found))
+
+
+def is_slurm_job() -> bool:
+    """Return whether SLURM started this process."""
+    return "SLURM_NTASKS" in os.environ
+
+
+def _of_slurm_job(name: str) -> int | None:
+    """Return a number that SLURM sets; None outside of its jobs."""
+    return int(os.environ[name]) if is_slurm_job() and name in os.environ else None
+
+
+resolve_slurm_rank = partial(_of_slurm_job, "SLURM_PROCID")
+resolve_slurm_local_rank = partial(_of_slurm_job, "SLURM_LOCALID")
+resolve_slurm_world_size = partial(_of_slurm_job, "SLURM_NTASKS")

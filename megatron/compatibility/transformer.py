@@ -25,22 +25,52 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_submodules,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     resolve_group,
     resolve_groups,
 )
+from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transformer.backend import LocalBackend
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.load_balancing import AUX_LOSS_NAMES, loads_of_last_step
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 # Layer specs ----------------------------------------------------------------------------
+
+
+class LocalSpecProvider:
+    """The local classes, each as the result of a method, as Megatron's providers have them."""
+
+    def column_parallel_linear(self) -> Any:
+        """Return the linear layer that is split along its output."""
+        return LocalBackend.column_linear
+
+    def row_parallel_linear(self) -> Any:
+        """Return the linear layer that is split along its input."""
+        return LocalBackend.row_linear
+
+    def core_attention(self) -> Any:
+        """Return the softmax attention."""
+        return LocalBackend.core_attention
+
+
+def mamba_layer_submodules(
+    norm: object = IdentityOp, mixer: object = IdentityOp, mamba_bda: object = IdentityFuncOp
+) -> TransformerLayerSubmodules:
+    """Return the parts of a layer whose only part is a mixer, which has its attention's place."""
+    return TransformerLayerSubmodules(
+        input_layernorm=norm, self_attention=mixer, self_attn_bda=mamba_bda
+    )
 
 
 def get_gpt_heterogeneous_layer_spec(
@@ -167,6 +197,16 @@ def _yarn_get_mscale(scale: float = 1.0, mscale: float = 1.0) -> float:
     return yarn_attention_factor(scale, mscale)
 
 
+def _yarn_get_concentration_factor(
+    scaling_factor: float, mscale: float | None, mscale_all_dim: float | None
+) -> float:
+    """Return YaRN's factor on cosine and sine; without both strengths it has strength 1."""
+    if mscale is None or mscale_all_dim is None:
+        return yarn_attention_factor(scaling_factor)
+    full = yarn_attention_factor(scaling_factor, mscale_all_dim)
+    return yarn_attention_factor(scaling_factor, mscale) / full
+
+
 class YarnRotaryEmbedding(RotaryEmbedding):
     """Rotary angles scaled by YaRN, and YaRN's factor on cosine and sine.
 
@@ -213,8 +253,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             beta_slow=beta_slow,
             rounds_range=correction_range_round_to_int,
         ).to(self.inv_freq.device)
-        full = yarn_attention_factor(scaling_factor, mscale_all_dim)
-        self.mscale = yarn_attention_factor(scaling_factor, mscale) / full
+        self.mscale = _yarn_get_concentration_factor(scaling_factor, mscale, mscale_all_dim)
 
     def forward(  # type: ignore[override]
         self,
@@ -364,3 +403,16 @@ def track_moe_metrics(
             writer.add_scalar(tag, value, iteration)
     if wandb_writer is not None:
         wandb_writer.log(scalars, iteration)
+
+
+def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[int]:
+    """Return which of the pipeline's ranks has the layers that predict further tokens, if any."""
+    if not config.mtp_num_layers:
+        return []
+    layout = pipeline_layout(config)
+    return [pp_ranks[layout.placement.location(layout.mtp_stage)[0]]]
+
+
+def is_checkpointing() -> bool:
+    """Return whether a layer runs whose activations are recomputed in the backward pass."""
+    return current_step().is_checkpointed

@@ -17,6 +17,7 @@ from megatron.core.settings.inert_flags import (
     warn_of_unused_settings,
     with_inert_fields,
 )
+from megatron.core.utils import divide
 
 NoSync = Callable[[], AbstractContextManager[None]]
 
@@ -110,6 +111,12 @@ class ParallelFlags:
     """Number of units that each weight matrix is cut into. A rank computes the products of its
     units, and the units' sums are added in a fixed tree: the tensor-parallel size must divide this
     power of two."""
+    layout_invariant_sequence_units: int = flag(1, part_of="layout_invariant_mode")
+    """Number of units that each sequence is cut into. A rank computes the products and the
+    attention of its units one by one: with context parallelism it is a multiple of 2 * cp."""
+    batch_invariant_mode: bool = False
+    """Compute the same bits for a token whichever sequences share its batch, with or without a
+    cache. Switches layout_invariant_mode on, so that trainer and generator agree to the bit."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -146,6 +153,20 @@ class ParallelFlags:
     def tensor_units(self) -> int:
         """Number of units that all ranks cut a matrix into; 1 without `layout_invariant_mode`."""
         return self.layout_invariant_tensor_units if self.layout_invariant_mode else 1
+
+    @property
+    def sequence_units(self) -> int:
+        """Number of units that all ranks cut a sequence into; 1 without `layout_invariant_mode`."""
+        return self.layout_invariant_sequence_units if self.layout_invariant_mode else 1
+
+    @property
+    def sequence_units_of_rank(self) -> int:
+        """Number of units of a sequence on each context-parallel rank, in `layout_invariant_mode`.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many units.
+        """
+        return divide(self.sequence_units, self.context_parallel_size)
 
 
 @dataclass
@@ -198,6 +219,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
         warn_of_unused_settings(self)
 
     def _derive_parallel(self) -> None:
+        self.layout_invariant_mode |= self.batch_invariant_mode
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:

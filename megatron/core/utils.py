@@ -52,13 +52,15 @@ def get_attr_wrapped_model(
     Args:
         allow_none: a wrapper's attribute that is None counts as found.
         return_model_obj: return the object that has the attribute instead of its value.
+    Raises:
+        RuntimeError: no model has it.
     """
     if isinstance(model, list):
         raise TypeError("get_attr_wrapped_model() takes one model chunk, not the list of chunks")
     owner: Any = model
     while not hasattr(owner, attr) or (not allow_none and getattr(owner, attr) is None):
         if not hasattr(owner, "module"):
-            raise AttributeError(
+            raise RuntimeError(
                 f"{type(model).__name__} and the models inside it have no attribute {attr!r}"
             )
         owner = owner.module

@@ -20,6 +20,8 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
+from megatron.core.tensor_parallel.vocab_parallel_softmax import VocabShard, log_sum_of_units
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, gather_logprobs
@@ -58,7 +60,7 @@ class CachedModel:
         self.config = get_model_config(self.chunks[0])
         self.context = StaticInferenceContext(max_rows, max_length)
         self.context.materialize_only_last_token_logits = True
-        if packs_weights:
+        if packs_weights and not self.config.layout_invariant_mode:
             for weight in self._weights():
                 prepack(weight, is_for_one_row=max_rows == 1)
         self._rank = groups.pp.rank()
@@ -117,11 +119,13 @@ class CachedModel:
         ids = torch.zeros(shape, dtype=torch.long, device=where)
         logprobs = torch.zeros(shape, dtype=torch.float32, device=where)
         if logits is not None:
-            chosen = choose_tokens(logits, draws)
+            real = logits[:, : self.vocab_size]
+            chosen = choose_tokens(real, draws)
             if num_top_logprobs is None:
                 ids = chosen.unsqueeze(1)
             else:
-                ids, logprobs = gather_logprobs(logits, chosen, num_top_logprobs)
+                normalizer = self._normalizer(logits)
+                ids, logprobs = gather_logprobs(real, chosen, num_top_logprobs, normalizer)
         self._broadcast(ids)
         if num_top_logprobs is None:
             return ids[:, 0].tolist(), None
@@ -132,8 +136,21 @@ class CachedModel:
         ]
         return ids[:, 0].tolist(), listed
 
+    def _normalizer(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the two terms of each row's logarithm of the sum of exponentials, [b, 1] each, in
+        the order of `layout_invariant_mode`; None without it.
+
+        logits: [b, padded v].
+        """
+        if not self.config.layout_invariant_mode:
+            return None
+        shard = VocabShard.of(logits.shape[-1], self.vocab_size, SINGLE_RANK)
+        highest = logits[:, : self.vocab_size].float().amax(-1)
+        log_sum = log_sum_of_units(logits, highest, shard, self.config.tensor_units)
+        return highest.unsqueeze(1), log_sum.unsqueeze(1)
+
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """Return the logits [b, v] after each sequence on the last stage, None on other stages."""
+        """Return the logits [b, padded v] after each sequence; None before the last stage."""
         width = self.config.num_residual_streams * self.config.hidden_size
         shape = (tokens.shape[1], tokens.shape[0], width)
         hidden_states = tokens
@@ -151,8 +168,7 @@ class CachedModel:
                 chunk.set_input_tensor(hidden_states)
             output = chunk(tokens, positions, None, inference_context=self.context)
             if following is None:
-                logits = gather_from_tensor_model_parallel_region(output[:, 0], self.groups.tp)
-                return logits[:, : self.vocab_size]
+                return gather_from_tensor_model_parallel_region(output[:, 0], self.groups.tp)
             hidden_states = output
             if following[0] != self._rank:
                 assert self._channel is not None

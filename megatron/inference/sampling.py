@@ -124,18 +124,28 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.searchsorted(reached, target, right=True).squeeze(1).clamp_(max=v - 1)
 
 
-def gather_logprobs(logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> tuple[Tensor, Tensor]:
+def gather_logprobs(
+    logits: Tensor,
+    chosen: Tensor,
+    num_top_logprobs: int,
+    normalizer: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities at temperature 1 over all tokens, independent of the sampling.
 
     Args:
         logits: [b, v].
         chosen: ids [b].
         num_top_logprobs: number of most likely tokens to list in addition.
+        normalizer: terms [b, 1] that are subtracted from the logits; None computes them.
     Returns:
         ids [b, 1 + num_top_logprobs], the chosen id first, and their log-probabilities in fp32.
     """
     # fp64, rounded once: the trainer must compute equal log-probabilities of the same tokens.
-    logprobs = logits.double().log_softmax(dim=-1).float()
+    wide = logits.double()
+    if normalizer is None:
+        logprobs = wide.log_softmax(dim=-1).float()
+    else:
+        logprobs = (wide - normalizer[0] - normalizer[1]).float()
     best = logprobs.topk(min(num_top_logprobs, logprobs.shape[-1]), dim=-1)
     chosen = chosen.unsqueeze(1)
     return (

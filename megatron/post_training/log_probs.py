@@ -120,6 +120,7 @@ def compute_log_probs(
             temperature=temperature,
             tp_group=groups.tp,
             num_valid=config.unpadded_vocab_size if num_valid is None else num_valid,
+            units=config.tensor_units,
         )
 
     with replay:

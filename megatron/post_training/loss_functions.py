@@ -205,6 +205,7 @@ def dpo_loss_func(
     logits: Tensor,
     *,
     num_valid: int | None = None,
+    units: int = 1,
     pg_collection: ProcessGroupCollection | None = None,
     **options: Any,
 ) -> Loss:
@@ -215,12 +216,13 @@ def dpo_loss_func(
             -100 and log-probabilities 0. Each even sequence is the chosen answer of a pair, the odd
             sequence after it the rejected answer.
         logits: [b, s/cp, v/tp].
+        units: see `vocab_parallel_log_probs`.
         options: of `dpo_loss`. "ipo" uses means over tokens.
     Communication: see `vocab_parallel_log_probs`; also all-reduces on cp.
     """
     groups = resolve_groups(pg_collection)
     found = vocab_parallel_log_probs(
-        logits, batch["labels"], tp_group=groups.tp, num_valid=num_valid
+        logits, batch["labels"], tp_group=groups.tp, num_valid=num_valid, units=units
     )
     pair = torch.stack((found.log_probs, batch["reference_log_probs"]), dim=-1)
     policy, reference = sum_over_sequence(pair, groups).unbind(-1)
@@ -244,6 +246,7 @@ def grpo_loss_func(
     temperature: float = 1.0,
     entropy_coef: float = 0.0,
     num_valid: int | None = None,
+    units: int = 1,
     pg_collection: ProcessGroupCollection | None = None,
     **options: Any,
 ) -> Loss:
@@ -255,6 +258,7 @@ def grpo_loss_func(
         logits: [b, s/cp, v/tp].
         temperature: the sampling temperature of the tokens.
         entropy_coef: the loss subtracts the entropy times this.
+        units: see `vocab_parallel_log_probs`.
         options: of `grpo_loss`.
     Communication: see `vocab_parallel_log_probs`; also all-reduces on cp.
     """
@@ -265,6 +269,7 @@ def grpo_loss_func(
         temperature=temperature,
         tp_group=groups.tp,
         num_valid=num_valid,
+        units=units,
     )
     terms = grpo_loss(
         found.log_probs,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lattice.planner.hardware import Hardware, rows_hardware
 from megatron_lattice.planner.workload import FloatArray, Workloads
@@ -31,12 +32,15 @@ NOISE = 0.5
 """Deviation of repeated measurements, relative to the deviation of the model's errors."""
 OUTLIER = 0.06
 """A row whose log error differs this much from the error of similar rows counts half."""
-_ALIKE = 0.5
-"""Similarity above which a row has the graphs of another."""
+ALIKE = 0.5
+"""Similarity above which two rows are alike: a row has the graphs of one that is alike."""
 _NEAREST = 0.7
 """Rows that are less similar than this share of the most similar one do not count for graphs."""
 _OF_MODEL = ("attended_share", "has_sinks")
+_KIND = 1 + len(_OF_MODEL)
+"""Column of the facts with the kind of the run."""
 _SIZES = ("num_layers", "hidden_size", "num_experts")
+_GENERATIONS = ("ampere", "hopper", "blackwell")
 _ROUNDS = 8
 _DIGITS = 4
 
@@ -48,8 +52,9 @@ class Correction:
     Attributes:
         features: [rows, dimensions], see `features_of`.
         weights: [rows]; the log correction of a row is the sum of weight times kernel.
-        facts: [rows, columns]: whether the whole step was a graph (-1: a dense model), `_OF_MODEL`
-            and `_SIZES`; see `completed`.
+        facts: [rows, columns]: whether the whole step was a graph (-1: a dense model), `_OF_MODEL`,
+            the kind of the run, the tokens of a micro batch, and `_SIZES`; see `completed` and
+            `has_kind`.
     """
 
     features: FloatArray
@@ -64,6 +69,19 @@ class Correction:
         """Return each row's similarity to its nearest measured row: 1 identical, 0 unrelated."""
         kernel = _kernel(features_of(workloads, hardware), self.features)
         return np.asarray(kernel.max(axis=1, initial=0.0))
+
+    def has_kind(self, workloads: Workloads, hardware: Hardware) -> NDArray[np.bool_]:
+        """Return whether a measured run has the kind of each row, with as large a micro batch.
+
+        A kind is the generation of the GPU, dense or experts, and whether ZeRO-3 shards weights. No
+        micro batch is smaller than one sample, so one long sample is as measured as a short one.
+        """
+        kinds, largest = _kind_of(workloads, hardware), np.zeros(len(workloads))
+        for kind in np.unique(kinds):
+            tokens = self.facts[self.facts[:, _KIND] == kind, _KIND + 1]
+            largest[kinds == kind] = tokens.max(initial=0.0)
+        is_small = (workloads.microbatch_tokens <= largest) | (workloads.micro_batch_size == 1)
+        return np.asarray((largest > 0) & is_small)
 
     def save(self) -> None:
         """Write the file that `load_correction` reads."""
@@ -84,7 +102,7 @@ class Correction:
         like = np.where(workloads.is_moe[:, None] & (self.facts[:, 0] >= 0), like, 0.0)
         near = np.where(like > _NEAREST * like.max(axis=1, keepdims=True), like, 0.0)
         votes = (near @ (self.facts[:, 0] > 0)) / np.maximum(near.sum(axis=1), 1e-9)
-        is_known = is_open & (like.max(axis=1) > _ALIKE)
+        is_known = is_open & (like.max(axis=1) > ALIKE)
         is_graph = np.where(is_open, is_known & (votes >= 0.5), workloads.graphs == "iteration")
         sizes = np.stack([getattr(workloads, name) for name in _SIZES], axis=1)
         is_same = (sizes[:, None] == self.facts[None, :, -len(_SIZES) :]).all(axis=-1)
@@ -122,7 +140,8 @@ def fit_correction(
     weights = np.linalg.solve(kernel + np.diag(noise), errors)
     graphs = np.where(workloads.is_moe, workloads.graphs == "iteration", -1.0)
     columns = [getattr(workloads, name) for name in (*_OF_MODEL, *_SIZES)]
-    facts = np.stack([graphs, *columns], axis=1)
+    of_run = (_kind_of(workloads, hardware), workloads.microbatch_tokens)
+    facts = np.stack([graphs, *columns[: _KIND - 1], *of_run, *columns[_KIND - 1 :]], axis=1)
     return Correction(features, np.round(weights, _DIGITS + 2), np.round(facts, _DIGITS))
 
 
@@ -130,7 +149,7 @@ def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
     """Return the features of each row: [rows, dimensions], scaled by how much they count."""
     rows = rows_hardware(workloads, hardware)
     recomputed = np.where(workloads.recompute == "full", workloads.recompute_share, 0.0)
-    kinds = [rows.generation == name for name in ("ampere", "hopper", "blackwell")]
+    kinds = [rows.generation == name for name in _GENERATIONS]
     kinds += [workloads.precision == name for name in ("mxfp8", "nvfp4")]
     kinds += [np.isin(workloads.precision, ("fp8",))]
     kinds += [workloads.software == name for name in ("unfused", "deepspeed", "fsdp")]
@@ -154,6 +173,14 @@ def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
     scaled += [_LAYOUT / 3 * np.log2(value) for value in farther]
     scaled.append(_LAYOUT / 6 * np.log2(workloads.data_size))
     return np.round(np.stack(scaled, axis=1), _DIGITS)
+
+
+def _kind_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
+    """Return the number of each row's kind, see `Correction.has_kind`."""
+    generations = rows_hardware(workloads, hardware).generation
+    number = sum(index * (generations == name) for index, name in enumerate(_GENERATIONS, 1))
+    is_gathered = workloads.sharding_stage >= 3
+    return np.asarray(4.0 * number + 2 * workloads.is_moe + is_gathered)
 
 
 def _kernel(left: FloatArray, right: FloatArray) -> FloatArray:

@@ -64,15 +64,18 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     forward_gpu = forward_gemm + attention + scan + elementwise
     backward_gpu = backward_gemm + operators.attention_backward() + 2.5 * scan + 1.6 * elementwise
 
+    norms, activation = operators.norms_forward(), operators.activation_forward()
+    # Latent attention has about a quarter of its weights between latents and queries, keys, values.
+    latents = np.where(loads.is_latent, 0.25 * mixers[0], 0.0)
     again = np.select(
         [loads.recompute == kind for kind in RECOMPUTE_KINDS[1:]],
         [
             attention,
-            operators.norms_forward(),
-            feed_forward,
+            norms,
+            feed_forward + activation + operators.routing_forward(),
             0.5 * forward_gemm + elementwise,
-            elementwise,
-            elementwise,
+            norms + activation + latents,
+            norms + activation,
             forward_gpu,
         ],
         0.0,
@@ -86,11 +89,13 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     accumulation = operators.memory(np.where(is_cast, 16.0, 6.0) * summed)
     backward_gpu = backward_gpu + accumulation * hardware.constant("accumulation_traffic")
     launch = operators.launch()
-    gap = hardware.per_software("layer_s", loads) * operators.without_graph()
-    gap = gap + operators.expert_launch()
+    # Experts that are recomputed alone are launched, and receive their tokens, once more.
+    experts_again = np.where(loads.recompute == "mlp", loads.recompute_share, 0.0)
+    expert_gap = operators.expert_launch()
+    gap = hardware.per_software("layer_s", loads) * operators.without_graph() + expert_gap
     forward_gpu = operators.beside_launches(forward_gpu, launch) + gap
     backward_gpu = operators.beside_launches(backward_gpu + again, launch * (2 + layers_again))
-    backward_gpu = backward_gpu + gap * (2 + layers_again)
+    backward_gpu = backward_gpu + gap * (2 + layers_again) + expert_gap * experts_again
 
     tensor = tensor_communication(collectives)
     expert = expert_communication(collectives)
@@ -100,9 +105,7 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     per_pass = per_pass + expert * hardware.constant("expert_exposed")
     exposed_forward = per_pass
     exposed_backward = per_pass * (1 + layers_again)
-    # Experts that are recomputed alone receive their tokens once more.
-    routed_again = np.where(loads.recompute == "mlp", loads.recompute_share, 0.0)
-    exposed_backward += routed_again * expert * hardware.constant("expert_exposed")
+    exposed_backward += experts_again * expert * hardware.constant("expert_exposed")
     return PassTime(
         forward=forward_gpu + exposed_forward,
         backward=backward_gpu + exposed_backward,

@@ -22,6 +22,8 @@ BLOCK = 32768
 """Rows that are computed at a time: their few hundred columns fit into 100 MB."""
 CORRECTED = 2048
 """Fastest rows whose order the measured steps correct."""
+EQUALLY_GOOD = 0.05
+"""Predictions that differ by less have no order: half of the predictions are farther off."""
 MOST_GROWTH = 64
 """Largest factor on the number of GPUs that is tried if no layout fits."""
 AXES = (
@@ -38,7 +40,8 @@ class SearchResult:
         table: every layout that divides.
         memory: bytes of each.
         seconds: of a step of each that fits, else infinite.
-        order: rows that fit, the fastest first.
+        order: rows that fit, the fastest first, by seconds times `caution`.
+        caution: see `Predictor.caution`.
         refused: ways of splitting that do not divide, by the reason.
     """
 
@@ -47,6 +50,12 @@ class SearchResult:
     seconds: FloatArray
     order: NDArray[np.int_]
     refused: Counter[str]
+    caution: FloatArray
+
+    @property
+    def compared(self) -> FloatArray:
+        """Return the seconds by which rows are compared."""
+        return self.seconds * self.caution
 
     def best_with(self, axis: str, value: object) -> int | None:
         """Return the fastest row with a value on an axis; None if no such row fits."""
@@ -71,16 +80,18 @@ def search_layouts(model: Workloads, choices: Choices, predictor: Predictor) -> 
     hardware = predictor.hardware
     space = layout_space(model, choices)
     memory, fitting = _memory(space.table, hardware)
-    seconds = np.full(len(space.table), np.inf)
+    seconds, caution = np.full(len(space.table), np.inf), np.ones(len(space.table))
     for rows in _blocks(np.flatnonzero(fitting)):
-        seconds[rows] = predict_step(space.table.take(rows), hardware).total
-    order = np.argsort(seconds, kind="stable")[: int(fitting.sum())]
+        some = space.table.take(rows)
+        seconds[rows] = predict_step(some, hardware).total
+        caution[rows] = predictor.caution(some)
+    order = np.argsort(seconds * caution, kind="stable")[: int(fitting.sum())]
     first = order[:CORRECTED]
     if len(first):
         some = space.table.take(first)
         seconds[first] *= predictor.correction.factor(some, hardware)
-        order[:CORRECTED] = first[np.argsort(seconds[first], kind="stable")]
-    return SearchResult(space.table, memory, seconds, order, space.refused)
+        order[:CORRECTED] = first[np.argsort((seconds * caution)[first], kind="stable")]
+    return SearchResult(space.table, memory, seconds, order, space.refused, caution)
 
 
 def _memory(table: Workloads, hardware: Hardware) -> tuple[FloatArray, NDArray[np.bool_]]:

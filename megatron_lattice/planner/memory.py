@@ -126,8 +126,7 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
     attention = attention + loads.mamba_layers * 2 * (loads.mamba_inputs + loads.mamba_width) / tp
     scores = np.where(flash, 0.0, 5 * loads.num_attention_heads * loads.seq_length) / tp
     # Latent attention computes queries, keys and values again from their latents.
-    is_latent = loads.is_moe & (loads.num_query_groups == loads.num_attention_heads)
-    latents = np.where(is_latent, 4 * loads.query_width + 4 * loads.kv_width, 0.0) / tp
+    latents = np.where(loads.is_latent, 4 * loads.query_width + 4 * loads.kv_width, 0.0) / tp
     halves = 1 + loads.gated_linear_unit
     # Whether tensor-parallel ranks split an expert or the tokens, each has 1/tp of the products.
     routed_width = loads.moe_ffn_hidden_size * loads.moe_router_topk

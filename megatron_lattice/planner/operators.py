@@ -160,11 +160,7 @@ class OperatorCosts:
         """
         loads = self.workloads
         residual_split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
-        routed_width = loads.moe_ffn_hidden_size * loads.moe_router_topk
-        ffn = loads.expert_layers * routed_width / loads.expert_tensor_size
-        ffn = ffn + loads.dense_layers * loads.ffn_hidden_size / loads.tensor_size
         per_token = 20 * loads.hidden_size / residual_split
-        per_token = per_token + (4 + 2 * loads.gated_linear_unit) * ffn
         mixed = loads.attention_layers * (loads.query_width + loads.kv_width)
         mixed = mixed + loads.mamba_layers * 2 * (loads.mamba_inputs + loads.mamba_width)
         per_token = per_token + 4 * mixed / loads.tensor_size
@@ -173,18 +169,35 @@ class OperatorCosts:
         steps = np.where(loads.exchanges_heads > 0, 0.0, loads.context_size - 1)
         merged = loads.attention_layers * loads.query_width * 0.75 * steps
         per_token = per_token + 10 * merged / loads.tensor_size
-        scale = self.hardware.per_software("elementwise_traffic", loads)
-        # Tokens are sorted by expert before the experts run, and restored to their order after.
-        routed = 12 * loads.moe_router_topk * loads.expert_hidden_size * loads.expert_layers
-        per_token = per_token + routed * self.hardware.constant("routing_traffic")
-        return self.memory(per_token * loads.microbatch_tokens * scale)
+        return self._traffic(per_token) + self.activation_forward() + self.routing_forward()
+
+    def activation_forward(self) -> FloatArray:
+        """Return the time of the activation function between the products of a feed-forward."""
+        loads = self.workloads
+        width = loads.expert_layers * loads.moe_ffn_hidden_size * loads.moe_router_topk
+        width = (width + loads.dense_layers * loads.ffn_hidden_size) / loads.tensor_size
+        return self._traffic((4 + 2 * loads.gated_linear_unit) * width)
+
+    def routing_forward(self) -> FloatArray:
+        """Return the time of sorting tokens by expert and of restoring their order.
+
+        Ranks that split an expert sort all tokens; ranks that split tokens sort their own.
+        """
+        loads = self.workloads
+        copies = loads.moe_router_topk * loads.expert_tensor_size / loads.tensor_size
+        routed = 12 * copies * loads.expert_hidden_size * loads.expert_layers
+        return self._traffic(routed * self.hardware.constant("routing_traffic"))
 
     def norms_forward(self) -> FloatArray:
         """Return the time of both norms of a layer alone: 16 bits read and written."""
         loads = self.workloads
         split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
-        scale = self.hardware.per_software("elementwise_traffic", loads)
-        return self.memory(8 * loads.hidden_size / split * loads.microbatch_tokens * scale)
+        return self._traffic(8 * loads.hidden_size / split)
+
+    def _traffic(self, bytes_per_token: FloatArray) -> FloatArray:
+        """Return the time of operators that only move bytes through memory."""
+        scale = self.hardware.per_software("elementwise_traffic", self.workloads)
+        return self.memory(bytes_per_token * self.workloads.microbatch_tokens * scale)
 
     def launch(self) -> FloatArray:
         """Return the host's time to launch the forward of one layer."""

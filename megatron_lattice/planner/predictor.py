@@ -51,7 +51,8 @@ class Predictor:
 
         The residuals of this cluster's runs give it if there are any. Else it is interpolated
         between two limits of the cross-validation, by the similarity to measured rows: two for
-        dense models, and two for experts.
+        dense models, and two for experts. Without a measured run of a row's kind, an error of the
+        kind is added, as large as an error of the row; see `Correction.has_kind`.
         """
         if self.deviation is not None:
             return np.full(len(workloads), np.exp(NINE_TENTHS * self.deviation))
@@ -62,7 +63,20 @@ class Predictor:
             like * constant(f"interval.{kind}.near") + (1 - like) * constant(f"interval.{kind}.far")
             for kind in ("dense", "experts")
         ]
-        return np.asarray(np.exp(np.where(filled.is_moe, limits[1], limits[0])))
+        limit = np.where(filled.is_moe, limits[1], limits[0])
+        has_kind = self.correction.has_kind(filled, self.hardware)
+        return np.asarray(np.exp(np.where(has_kind, limit, np.sqrt(2) * limit)))
+
+    def caution(self, workloads: Workloads) -> FloatArray:
+        """Return the factor on seconds by which a search compares rows; no blanks.
+
+        The error that a kind without measured runs adds is in favour of the fastest such row: of
+        many wrong predictions, a search finds the one that is wrong the most.
+        """
+        constant, is_moe = self.hardware.constant, workloads.is_moe
+        limit = np.where(is_moe, constant("interval.experts.far"), constant("interval.dense.far"))
+        has_kind = self.correction.has_kind(workloads, self.hardware)
+        return np.asarray(np.exp(np.where(has_kind, 0.0, limit)))
 
 
 def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import FlagSpec
@@ -33,9 +34,14 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
 from megatron_lattice import read_deepspeed_config
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
-from megatron_lattice.planner.figures import DISTINGUISHABLE
+from megatron_lattice.planner.correction import ALIKE
 from megatron_lattice.planner.hardware import Gpu, Hardware, gpu_named
-from megatron_lattice.planner.layout_search import SearchResult, search_layouts
+from megatron_lattice.planner.layout_search import (
+    CORRECTED,
+    EQUALLY_GOOD,
+    SearchResult,
+    search_layouts,
+)
 from megatron_lattice.planner.measured_run import measured_runs
 from megatron_lattice.planner.predictor import Predictor, load_predictor
 from megatron_lattice.planner.run_workload import (
@@ -140,10 +146,10 @@ def search_command(
     fixed = ", ".join(_fixed_text(command, name) for name in of_file)
     if not len(found.order):
         raise _with_fixed(refusal(found, model, choices, predictor), fixed, has_free_layout)
-    chosen, broken = _allowed(found, command, run, cluster.world_size, of_file)
+    order = surest_first(found, predictor)
+    chosen, broken = _allowed(found, order, command, run, cluster.world_size, of_file)
     if not chosen:
         raise _with_fixed(broken[0], fixed, has_free_layout)
-    chosen = _surest_first(chosen, found, predictor)
     settings = chosen[0].settings
     overrides = of_file if has_free_layout else ()
     flops = training_flops(ModelSize.from_settings(run), int(model.global_batch_size[0]))
@@ -245,16 +251,17 @@ def resolved_for(
 
 def _allowed(
     found: SearchResult,
+    order: NDArray[np.int_],
     command: ParsedCommand,
     run: ResolvedRun,
     world_size: int,
     of_file: Sequence[str],
 ) -> tuple[list[Chosen], list[MegatronError]]:
-    """Return the fastest layouts that the rules of a run allow, one for each split of ranks."""
+    """Return the first layouts that the rules of a run allow, one for each split of ranks."""
     chosen: list[Chosen] = []
     broken: list[MegatronError] = []
     splits = set()
-    for index in found.order[: 100 * MOST_CHECKED]:
+    for index in order[: 100 * MOST_CHECKED]:
         row = found.table.take(np.array([index]))
         split = tuple(
             float(getattr(row, name)[0])
@@ -284,20 +291,21 @@ def _allowed(
     return chosen, broken
 
 
-def _surest_first(
-    chosen: Sequence[Chosen], found: SearchResult, predictor: Predictor
-) -> list[Chosen]:
-    """Order the layouts that no measurement distinguishes from the fastest by their interval.
+def surest_first(found: SearchResult, predictor: Predictor) -> NDArray[np.int_]:
+    """Return the layouts that fit, the fastest first, and the surest of about equal ones first.
 
-    Of about equal predictions, one that is similar to measured runs is the better choice, and then
-    one that does not split the sequence.
+    Among predictions within `EQUALLY_GOOD` of the fastest, compared with `caution`, a layout that
+    is similar to measured runs is the better choice, then one that does not split the sequence,
+    then one with a small micro batch. Below `ALIKE` no measured run is similar.
     """
-    indices = np.array([each.index for each in chosen])
-    table, seconds = found.table.take(indices), found.seconds[indices]
-    off = np.round(predictor.interval(table), 2)
-    is_slower = seconds > seconds[0] * (1 + DISTINGUISHABLE)
-    keys = [np.where(is_slower, 0.0, key) for key in (table.context_size, off)]
-    return [chosen[index] for index in np.lexsort((seconds, *keys, is_slower))]
+    first = found.order[:CORRECTED]
+    compared = found.compared[first]
+    near = first[compared <= compared.min() * (1 + EQUALLY_GOOD)]
+    table = found.table.take(near)
+    like = predictor.correction.similarity(table, predictor.hardware)
+    like = np.where(like < ALIKE, 0.0, np.round(like, 1))
+    keys = (found.seconds[near], table.micro_batch_size, table.context_size, -like)
+    return np.concatenate([near[np.lexsort(keys)], found.order[len(near) :]])
 
 
 def command_line(

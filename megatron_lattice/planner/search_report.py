@@ -10,9 +10,8 @@ import numpy as np
 
 from megatron.core.foundation.errors import ConfigError
 from megatron_lattice.planner.autofill import SAFE_SHARE
-from megatron_lattice.planner.figures import DISTINGUISHABLE
 from megatron_lattice.planner.hardware import rows_hardware
-from megatron_lattice.planner.layout_search import SearchResult, what_would_fit
+from megatron_lattice.planner.layout_search import EQUALLY_GOOD, SearchResult, what_would_fit
 from megatron_lattice.planner.layout_space import Choices
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.predictor import Predictor
@@ -78,7 +77,7 @@ def report(
     indices = np.array([each.index for each in chosen])
     table, seconds = found.table.take(indices), found.seconds[indices]
     hardware = rows_hardware(table, predictor.hardware)
-    off = predictor.interval(table)
+    off, compared = predictor.interval(table), found.compared[indices]
     peak = table.world_size * hardware.peak_16_bit_flops
     lines = [
         f"{table.world_size[0]:.0f} {table.gpu[0]} of {hardware.memory_bytes[0] / GIB:.0f} GiB:"
@@ -86,18 +85,20 @@ def report(
         f"{'s/step':>10}{'nine of ten runs':>20}{'GiB':>7}{'MFU':>8}  layout",
     ]
     for row in range(len(chosen)):
-        group = "=" if seconds[row] <= seconds.min() * (1 + DISTINGUISHABLE) else " "
+        group = "=" if compared[row] <= compared.min() * (1 + EQUALLY_GOOD) else " "
+        kind = "" if found.caution[indices[row]] == 1 else ", no measured run of this kind"
         interval = f"{seconds[row] / off[row]:.3f} to {seconds[row] * off[row]:.3f}"
         lines.append(
             f"{group}{seconds[row]:>9.3f}{interval:>20}{found.memory[indices[row]] / GIB:>7.1f}"
-            f"{100 * flops / peak[row] / seconds[row]:>7.1f}%  {layout_text(table, row)}"
+            f"{100 * flops / peak[row] / seconds[row]:>7.1f}%  {layout_text(table, row)}{kind}"
         )
     kind = "a model with experts" if table.is_moe[0] else "a dense model"
     like = predictor.correction.similarity(table, predictor.hardware)[0]
     tokens = float(table.global_batch_size[0] * table.seq_length[0])
     lines.append(
-        f"= no measurement would distinguish these; interval of {kind}, {100 * like:.0f} % like"
-        f" its nearest measured run; {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
+        f"= equally good: half of all predictions are farther off; interval of {kind},"
+        f" {100 * like:.0f} % like its nearest measured run;"
+        f" {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s a GPU"
     )
     if too_large := _too_large(found):
         lines.append(f"does not fit: {', '.join(too_large)}")

@@ -170,6 +170,11 @@ class Workloads:
         return self.num_experts > 0
 
     @property
+    def is_latent(self) -> NDArray[np.bool_]:
+        """Return which rows probably have latent attention: as many key as query heads."""
+        return self.is_moe & (self.num_query_groups == self.num_attention_heads)
+
+    @property
     def is_lattice(self) -> NDArray[np.bool_]:
         """Return which rows are runs of this project."""
         return self.software == "lattice"

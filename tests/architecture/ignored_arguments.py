@@ -157,6 +157,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
         " qk_l2_norm",
         "megatron.training.setup.model:get_model config",
+        f"{_HERE}.optimizer:get_standard_config_overrides config",
     ),
     "every stage gets the same: the model knows which stage has it": (
         f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec vp_stage pp_rank",

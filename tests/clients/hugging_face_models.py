@@ -28,6 +28,18 @@ LATENT = SHAPE | ROUTED | {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "num_nextn_predict_layers": 0, "scoring_func": "sigmoid",
 }  # fmt: skip
+SHARED = ROUTED | {
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# Heads are normed after the recurrence: a small epsilon would make rounding errors large where
+# their output is nearly zero.
+LINEAR = SHAPE | {
+    "rms_norm_eps": 1e-1, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}  # fmt: skip
+DENSE_FIRST = ["dense", "sparse", "sparse", "sparse"]
 FAMILIES = {
     "llama": ("LlamaConfig", SHAPE),
     "qwen2": ("Qwen2Config", SHAPE),
@@ -38,6 +50,33 @@ FAMILIES = {
     ),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3, yarn": ("DeepseekV3Config", LATENT | {"rope_scaling": YARN}),
+    "mistral": ("MistralConfig", SHAPE | {"sliding_window": 7}),
+    "gemma": ("GemmaConfig", SHAPE | {"pad_token_id": None, "tie_word_embeddings": True}),
+    "glm4_moe": ("Glm4MoeConfig", SHAPE | SHARED | {
+        "attention_bias": True, "use_qk_norm": True, "rope_parameters": HALF_ROTATED}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT | {"routed_scaling_factor": 1.8, "mlp_layer_types": DENSE_FIRST,
+                  "rms_norm_eps": 1e-6},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4,
+                 "rope_parameters": HALF_ROTATED},
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        SHAPE | ROUTED | {"num_experts": 4, "num_shared_experts": 1, "router_scaling_factor": 2.5,
+                          "first_k_dense_replace": 1, "mlp_layer_types": DENSE_FIRST},
+    ),
+    "olmoe": ("OlmoeConfig", SHAPE | {
+        "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7,
+                 "initial_context_length": 4096},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
 }  # fmt: skip
 """Family -> the class of its config, and its arguments."""
 

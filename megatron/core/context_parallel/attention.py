@@ -13,6 +13,8 @@
 The blockwise kernel attends to keys that arrive in blocks. With `a2a` each rank has the whole
 sequence during attention, so any kernel works.
 
+In `layout_invariant_mode` all four kinds gather the keys (`attend_in_units`).
+
 Legend: s sequence, b micro batch, n query heads, g key/value heads (both of this tensor-parallel
 rank), d and e widths of key and value heads, cp ranks that share the sequence, u ranks of an
 all-to-all.
@@ -20,8 +22,10 @@ all-to-all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +33,23 @@ from torch import Tensor
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
-from megatron.core.kernels.blockwise_attention import KVBlock, KVExchange, blockwise_attention
+from megatron.core.kernels.block_mask import key_range
+from megatron.core.kernels.blockwise_attention import (
+    KVBlock,
+    KVExchange,
+    LocalKV,
+    blockwise_attention,
+)
+from megatron.core.parameters.param_meta import in_rows
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.context import current_step
 from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.mappings import CollectivePair
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
+from megatron.core.transport.transport import tree_sum
 from megatron.core.transport.work import Work
+from megatron.core.utils import divide
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -138,6 +153,85 @@ def context_parallel_attention(
     if ranks > 1:
         return sequence_to_heads(out, plan.heads).flatten(2)
     return out
+
+
+def attend_in_units(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    group: Group,
+    num_units: int,
+    attend: Callable[..., Tensor],
+) -> Tensor:
+    """Attend with the queries of one unit of the sequence at a time, to all keys that they see.
+
+    The units have the same shape in every layout, and so have their keys. The gradients of keys
+    are added over the units in a tree whose leaves are the pairs of units (i, last - i): a rank's
+    zigzag shard consists of whole subtrees.
+
+    Args:
+        query, key, value, options: see `context_parallel_attention`.
+        group: the ranks that share the sequence.
+        num_units: units of this rank; a power of two if there are several ranks.
+        attend: (kernel, query, key, value, options) -> attention by this kernel.
+    Returns:
+        [s/cp, b, n*e].
+    Communication:
+        two all-gathers on `group`; two reduce-scatters in backward.
+    """
+    rows = SequenceShard.zigzag(query.shape[0] * group.size(), group.rank(), group.size())
+    length = divide(query.shape[0], num_units)
+    units = [rows.run(n * length, (n + 1) * length) for n in range(num_units)]
+    window = options.mask.window
+    seen = [key_range(*unit.ranges[0], rows.total, window) for unit in units]
+    keys, values = (_KeysOfUnits.apply(x, group, seen) for x in (key, value))
+    sinks: Sequence[Tensor | None] = [None] * num_units
+    if options.sink is not None:
+        sinks = in_rows(options.sink, torch.Size((num_units, len(options.sink)))).unbind()
+    outputs, scope = [], rng_state().scope
+    for n, (unit, run) in enumerate(zip(units, seen, strict=True)):
+        current_step().random_scope = scope  # the draws of all units are one draw
+        exchange = LocalKV(SequenceShard((run,), rows.total))
+        kernel = partial(blockwise_attention, exchange=exchange, rows=unit)
+        of_unit = replace(options, sink=sinks[n])
+        queries = query[n * length : (n + 1) * length]
+        outputs.append(attend(kernel, queries, keys[n], values[n], of_unit))
+    return torch.cat(outputs)
+
+
+class _KeysOfUnits(torch.autograd.Function):
+    """Keys [s/cp, b, g, d] -> for each unit of queries the run of all keys that it sees."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, group: Group, runs: list[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.runs = group, runs
+        keys = local.contiguous().unsqueeze(0)
+        if group.size() > 1:
+            keys = collectives.all_gather(keys, group)
+        full = join_zigzag(keys)
+        ctx.total = len(full)
+        return tuple(full[begin:end] for begin, end in runs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        size, count = ctx.group.size(), len(grads)
+        shape = (ctx.total, *grads[0].shape[1:])
+        sums = []
+        for n in range(count // 2):
+            total = grads[n].new_zeros(shape, dtype=torch.float32)
+            for unit in (n, count - 1 - n):
+                begin, end = ctx.runs[unit]
+                total[begin:end] += grads[unit]
+            sums.append(total)
+        grad = tree_sum(sums)
+        if size > 1:
+            shards = split_zigzag(grad, size).flatten(0, 1)
+            grad = collectives.reduce_scatter(shards, ctx.group)
+        return grad.to(grads[0].dtype), None, None
 
 
 @dataclass(frozen=True)

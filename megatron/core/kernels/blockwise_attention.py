@@ -321,7 +321,7 @@ def blockwise_attention(
     """Attend, a block of queries and a run of keys at a time.
 
     Args:
-        query: [s, b, n, d]; key: [s, b, g, d]; value: [s, b, g, e]; query head i uses key head
+        query: [s, b, n, d]; key: [k, b, g, d]; value: [k, b, g, e]; query head i uses key head
             i // (n/g).
         exchange: yields the sets of keys to attend to; None is the given keys alone.
         rows: positions of the s queries in the sequence; None is all.
@@ -331,7 +331,7 @@ def blockwise_attention(
         performed by the exchange.
     """
     s, b, n, d = query.shape
-    g, e = key.shape[2], value.shape[3]
+    num_keys, _, g, e = value.shape
     r = n // g
     rows = rows or SequenceShard.full(s)
     keep_mask = None
@@ -339,8 +339,8 @@ def blockwise_attention(
         keep_mask = AttentionKeepMask.next(1.0 - options.dropout, rows.total)
     spec = AttentionSpec(options, b, g, r, keep_mask)
     queries = query.reshape(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
-    keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
-    values = value.permute(1, 2, 0, 3).reshape(b * g, s, e)
+    keys = key.permute(1, 2, 0, 3).reshape(b * g, num_keys, d)
+    values = value.permute(1, 2, 0, 3).reshape(b * g, num_keys, e)
     exchange = exchange or LocalKV(rows)
     out = _BlockwiseAttention.apply(queries, keys, values, options.sink, spec, exchange, rows)
     return out.view(b, g, s, r, e).permute(2, 0, 1, 3, 4).reshape(s, b, n * e)

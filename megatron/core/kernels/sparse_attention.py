@@ -111,31 +111,32 @@ def chosen_positions(
 
 
 def _is_chosen(positions: Tensor, hidden: Tensor) -> Tensor:
-    """Return bool [b, q, k], True at positions [b, q, topk]; those of -1 count as none."""
+    """Return bool [b, q, k], True at positions [b, q, topk]; -1 chooses no key."""
     b, q, _ = positions.shape
     k = hidden.shape[-1]
     found = torch.zeros(b, q, k + 1, dtype=torch.bool, device=positions.device)
     return found.scatter_(-1, torch.where(positions < 0, k, positions).long(), True)[..., :k]
 
 
-def hidden_keys(spec: SparseSpec, begin: int, end: int, num_keys: int, local: slice,
-                device: torch.device) -> Tensor:  # fmt: skip
-    """Return bool [1 or b, q, k], True where position, document or mask hide one of the first keys.
+def hidden_keys(spec: SparseSpec, begin: int, end: int, last: int, local: slice,
+                device: torch.device, first: int = 0) -> Tensor:  # fmt: skip
+    """Return bool [1 or b, q, k], True where position, document or mask hide a key.
 
     Args:
         begin, end: positions of the queries; `local` are their rows on this rank.
+        first, last: positions of the first key, and of the key after the last one.
     """
     mask, given = spec.options.mask, spec.options.attention_mask
-    hidden = masked_keys(begin, end, 0, num_keys, mask.window, device)
+    hidden = masked_keys(begin, end, first, last, mask.window, device)
     if hidden is None:
-        hidden = torch.zeros(end - begin, num_keys, dtype=torch.bool, device=device)
+        hidden = torch.zeros(end - begin, last - first, dtype=torch.bool, device=device)
     hidden = hidden.unsqueeze(0)
     if mask.document_ids is not None:
         ids = mask.document_ids
-        hidden = hidden | (ids[:, begin:end, None] != ids[:, None, :num_keys])
+        hidden = hidden | (ids[:, begin:end, None] != ids[:, None, first:last])
     if given is not None:
         rows = given if given.shape[-2] == 1 else given[..., local, :]
-        hidden = hidden | rows[:, 0, :, :num_keys]
+        hidden = hidden | rows[:, 0, :, first:last]
     return hidden
 
 
@@ -157,11 +158,13 @@ def attend_rows(
     """Attend with a block of queries to the keys that the indexer chooses.
 
     Args:
-        query: [q, b, n, d]; key: [k, b, n, d]; value: [k, b, n, e].
-        index_query: [q, b, j, i]; index_weights: [q, b, j]; index_key: [k, b, i]. Only the loss
-            gives them a gradient. None in a layer without an indexer.
+        query: [q, b, n, d]; key: [k, b, g, d]; value: [k, b, g, e].
+        index_query: [q, b, j, i]; index_weights: [q, b, j]; index_key: [t, b, i], of the first t
+            keys; a query attends to all visible keys after them. Only the loss gives them a
+            gradient. None in a layer without an indexer.
         sink: [n], scores of a key without value that every query sees; None without.
-        positions: [b, q, topk], positions of the keys, -1 for none; None: the indexer chooses.
+        positions: [b, q, topk], positions of the keys, -1 for none; None: the indexer chooses, or
+            without one a query attends to all visible keys.
         hidden: bool [1 or b, q, k], True where a query does not see a key.
         rows: the positions of the queries.
         counted: bool [b, q], False for queries that are padding; None: all are tokens.
@@ -171,14 +174,21 @@ def attend_rows(
         with a loss, a sum of [b, q, k] over the ranks that hold other heads.
     """
     options = spec.options
-    indexed = query.new_zeros(())
-    if positions is None or spec.compared is not Compared.NOTHING:
-        assert index_query is not None and index_weights is not None and index_key is not None
-        indexed = index_scores(index_query, index_weights, index_key, spec.uses_relu)
-    if positions is None:
-        chosen = choose_keys(indexed.detach(), hidden, spec.topk)
-    else:
-        chosen = _is_chosen(positions, hidden) & ~hidden  # this layer may have a window
+    indexed, t = query.new_zeros(()), 0
+    if index_key is not None and (positions is None or spec.compared is not Compared.NOTHING):
+        assert index_query is not None and index_weights is not None
+        indexed, t = (
+            index_scores(index_query, index_weights, index_key, spec.uses_relu),
+            len(index_key),
+        )
+    chosen = ~hidden
+    if positions is not None:
+        chosen = _is_chosen(positions, hidden) & chosen  # this layer may have a window
+    elif index_key is not None:
+        chosen = choose_keys(indexed.detach(), hidden[..., :t], spec.topk)
+        if t < hidden.shape[-1]:
+            others = ~hidden[..., t:].expand(len(chosen), -1, -1)
+            chosen = torch.cat((chosen, others), -1)
     scores = scaled_scores(query, key, options, in_fp32=True)
     lowest = torch.finfo(scores.dtype).min
     kept = scores.masked_fill(~chosen.unsqueeze(1), lowest)
@@ -186,9 +196,11 @@ def attend_rows(
     probabilities = softmax_with_sink(kept, sink)
     loss = indexed.new_zeros(())
     if spec.compared is Compared.CHOSEN:
-        loss = _divergence(probabilities.detach(), indexed, chosen, counted, spec)
+        of_chosen = probabilities.detach()[..., :t]
+        loss = _divergence(of_chosen, indexed, chosen[..., :t], counted, spec)
     elif spec.compared is Compared.VISIBLE:
-        visible = scores.detach().masked_fill(hidden.unsqueeze(1), lowest)
+        hidden = hidden[..., :t]
+        visible = scores.detach()[..., :t].masked_fill(hidden.unsqueeze(1), lowest)
         loss = _divergence(torch.softmax(visible, -1), indexed, ~hidden, counted, spec)
     probabilities = probabilities.to(query.dtype)
     if spec.keep_mask is not None:
@@ -210,7 +222,8 @@ def _divergence(
         indexed: the indexer's scores [b, q, k]. compared: bool, broadcastable to them.
     """
     target = spec.sum_over_ranks(attention.sum(1)).to(indexed.dtype)
-    target = target / target.sum(-1, keepdim=True)
+    total = target.sum(-1, keepdim=True)  # 0 for a query that sees no key of the indexer
+    target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
     masked = indexed.masked_fill(~compared, torch.finfo(indexed.dtype).min)
     found = (torch.xlogy(target, target) - target * torch.log_softmax(masked, -1)).sum(-1)
     return found.sum() if counted is None else (found * counted).sum()

@@ -96,13 +96,14 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 def scaled_scores(
     query: Tensor, key: Tensor, options: AttentionOptions, *, in_fp32: bool
 ) -> Tensor:
-    """Return the scaled and capped scores [b, n, sq, sk] of query [sq, b, n, d], key [sk, b, n, d].
+    """Return the scaled and capped scores [b, n, sq, sk] of query [sq, b, n, d], key [sk, b, g, d].
 
     Args:
         in_fp32: return fp32 or wider; the product has the dtype of the activations.
     """
     sq, b, n, d = query.shape
-    rows, columns = (t.permute(1, 2, 0, 3).reshape(b * n, -1, d) for t in (query, key))
+    groups = b * key.shape[2]
+    rows, columns = (t.permute(1, 2, 0, 3).reshape(groups, -1, d) for t in (query, key))
     # Division by the layer number keeps fp16 scores in range; later operations are in fp32.
     scaling = options.layer_scaling
     scores = torch.baddbmm(
@@ -135,10 +136,11 @@ def softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def weighted_values(probabilities: Tensor, value: Tensor) -> Tensor:
-    """Return the sums [sq, b, n*e] of value [sk, b, n, e], weighted by [b, n, sq, sk]."""
+    """Return the sums [sq, b, n*e] of value [sk, b, g, e], weighted by [b, n, sq, sk]."""
     b, n, sq, sk = probabilities.shape
-    values = value.permute(1, 2, 0, 3).reshape(b * n, sk, -1)
-    out = torch.bmm(probabilities.reshape(b * n, sq, sk), values)
+    groups = b * value.shape[2]
+    values = value.permute(1, 2, 0, 3).reshape(groups, sk, -1)
+    out = torch.bmm(probabilities.reshape(groups, -1, sk), values)
     return out.view(b, n, sq, -1).permute(2, 0, 1, 3).reshape(sq, b, -1)
 
 

@@ -38,6 +38,9 @@ class MegatronOptimizer:
     sharded weights.
     """
 
+    is_stub_optimizer = False
+    """Whether it has no state and no loss scale, as Megatron's class for frozen ranks."""
+
     def __init__(
         self,
         optimizer: Any,
@@ -217,6 +220,9 @@ class MegatronOptimizer:
         for optimizer in self._optimizers:
             if isinstance(optimizer, ChunkedStateOptimizer):
                 optimizer.reload_main()
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Do nothing: `step` has written the parameters that a gather reads."""
 
     # State ----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
-from megatron.core.parameters.exact_sum import on_grid, row_sum
+from megatron.core.parameters.exact_sum import add_on_grid, on_grid
 
 _ATTRIBUTE = "_param_meta"
 
@@ -190,8 +190,10 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
     if main_grad.dtype == torch.float64 and parameter.dtype != torch.float64:
-        grad = on_grid(grad if scale == 1.0 else grad * scale)
-        scale = 1.0
+        terms = grad if scale == 1.0 else grad * scale
+        add_on_grid(main_grad, terms, is_first=parameter.main_grad_is_fresh)
+        parameter.main_grad_is_fresh = False
+        return
     if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
         # `add_` refuses such a factor: an initial fp16 loss scale may be this large.
         grad, scale = grad * scale, 1.0
@@ -213,22 +215,26 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         ctx.parameter = parameter
-        return parameter.expand(shape)
+        return parameter.to(dtype).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        total = row_sum(grad.reshape(-1, grad.shape[-1]))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        total = on_grid(grad.reshape(-1, *ctx.parameter.shape)).sum(0)
         if has_main_grad(ctx.parameter):
             accumulate_main_grad(ctx.parameter, total)
-            return None, None
-        return total, None
+            return None, None, None
+        return total, None, None
 
 
-def in_rows(parameter: Tensor, shape: torch.Size) -> Tensor:
-    """Expand a parameter [h] to [..., h]; its gradient is the exact sum of the rows' gradients."""
-    return _Rows.apply(parameter, shape)
+def in_rows(parameter: Tensor, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+    """Expand a parameter [h, ...] to [n, h, ...]; its gradient is the exact sum over copies.
+
+    Args:
+        dtype: of the copies and of their gradients; default the parameter's dtype.
+    """
+    return _Rows.apply(parameter, shape, dtype or parameter.dtype)
 
 
 def accumulate_main_grads(parameters: Sequence[Tensor], grads: Tensor) -> None:

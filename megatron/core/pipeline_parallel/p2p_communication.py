@@ -97,6 +97,7 @@ class P2PCommunicator:
         self.config = config
         self.rank = pp_group.rank()
         self.size = pp_group.size()
+        self.is_pp_first_stage, self.is_pp_last_stage = self.rank == 0, self.rank == self.size - 1
         self.dtype = config.pipeline_dtype or config.params_dtype
         self.announces_shapes = config.variable_seq_lengths
         self.device = device.current_device()

@@ -155,7 +155,9 @@ class Stage:
                 announce()
         # The weight of auxiliary losses, which arise inside the model.
         settings = self._loss
-        factor = settings.exact_scale or settings.cp_group.size() / settings.num_microbatches
+        factor = settings.cp_group.size() / settings.num_microbatches
+        if settings.per_token or settings.exact_scale is not None:
+            factor = settings.exact_scale or 1.0
         current_step().aux_loss_scale = AuxLossScale(
             factor, settings.per_token, settings.tokens_per_microbatch, settings.scale
         )

@@ -23,9 +23,9 @@ _UNIONS = (typing.Union, types.UnionType)
 def check_types(config: object) -> None:
     """Compare every field of a new config dataclass with its annotation.
 
-    The name of an enum member is converted to the member, None to the enum field's default, a
-    sequence to the annotated `list` or `tuple`, and a numpy number to a Python number. Fields with
-    their default value, and fields declared by other packages, are not checked.
+    The name of an enum member is converted to the member, None to the default of an enum or a
+    switch, a sequence to the annotated `list` or `tuple`, and a numpy number to a Python number.
+    Fields with their default value, and fields declared by other packages, are not checked.
 
     Raises:
         ConfigError: one or more values have a wrong type; one error lists all of them.
@@ -37,7 +37,8 @@ def check_types(config: object) -> None:
         if value is default:
             continue
         try:
-            converted = default if value is None and _is_enum(hint) else _converted(value, hint)
+            is_unset = value is None and (hint is bool or _is_enum(hint))
+            converted = default if is_unset else _converted(value, hint)
         except TypeError:
             has_default = default is not dataclasses.MISSING
             shown_default = f" to use {getattr(default, 'name', default)!r}" if has_default else ""

@@ -18,6 +18,7 @@ decays of d, and r gates of e).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks, kimi_delta_chunks
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.recurrent_mixer import (
@@ -37,7 +39,15 @@ from megatron.core.ssm.recurrent_mixer import (
     fill_step_biases,
     wide,
 )
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel.linear_with_overlap import (
+    InputMode,
+    LinearCommSpec,
+    parallel_linear,
+)
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
 from megatron.core.transformer.norm import RMSNorm
 
@@ -82,6 +92,7 @@ class GatedDeltaNet(RecurrentMixer):
             config.linear_norm_epsilon or config.layernorm_epsilon,
             dtype=config.params_dtype,
             device=device_of_parameters(config),
+            is_exact=config.layout_invariant_mode,
         )
         # Each tensor-parallel rank norms its own heads, with or without sequence parallelism.
         meta = get_param_meta(self.out_norm.weight)
@@ -152,6 +163,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         """Create the decays of heads, biases of channels, projections of latents, and the norm."""
         n, config = self.num_heads, self.config
         d, e, latent = self.sizes.key_width, self.sizes.value_width, self.latent_width
+        self.units = layer.units(0, 1)
         self.decay_up_weight = self.gate_up_weight = None
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n * d, split_dim=0, init_method=fill_step_biases)
@@ -166,6 +178,30 @@ class KimiDeltaAttention(GatedDeltaNet):
     def latent_width(self) -> int:
         """Width of a latent."""
         return self.sizes.num_blocks * self.sizes.rows_of_block[-1]
+
+    def mix_in_units(
+        self, packed: Tensor, packed_seq_params: PackedSeqParams | None = None
+    ) -> Tensor:
+        """Mix [s, b, features] to [s, b, n/tp * e]; all blocks share the latents, so units need
+        their products before."""
+        if self.units is None or self.decay_up_weight is None or self.gate_up_weight is None:
+            return super().mix_in_units(packed, packed_seq_params)
+        rows, r = self.sizes.rows_of_block, self.num_heads // self.num_blocks
+        of_blocks = packed.unflatten(2, (self.num_blocks, -1))
+        *parts, of_decay, of_gate = of_blocks.split(rows, -1)
+        for share, weight in ((of_decay, self.decay_up_weight), (of_gate, self.gate_up_weight)):
+            parts.append(self._from_latent_in_units(share, weight).view(*share.shape[:3], -1))
+        mixer = copy.copy(self)
+        mixer._parameters = self._parameters | {"decay_up_weight": None, "gate_up_weight": None}
+        widths = r * self.sizes.key_width, r * self.sizes.value_width
+        mixer.sizes = replace(self.sizes, rows_of_block=(*rows[:-2], *widths))
+        return mixer.mix_in_units(torch.cat(parts, -1).flatten(2), packed_seq_params)
+
+    def _from_latent_in_units(self, share: Tensor, weight: Tensor) -> Tensor:
+        tp = self.pg_collection.tp
+        latent = gather_from_tensor_model_parallel_region(share.flatten(2).contiguous(), group=tp)
+        spec = LinearCommSpec(tp, input_mode=InputMode.REPLICATED, units=self.units)
+        return parallel_linear(latent, weight, None, spec)
 
     def from_latent(self, share: Tensor, weight: Tensor | None) -> Tensor:
         """Return latents times a matrix, fp32 or wider; `share` itself without a matrix.

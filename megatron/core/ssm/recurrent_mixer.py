@@ -19,11 +19,12 @@ block; tensor parallelism splits whole blocks.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,10 @@ from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.chunks import Chunks, DocumentRows
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
+from megatron.core.parameters.param_meta import get_param_meta, in_rows, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.ssm.mixer_sizes import MixerSizes
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.ssm.sequence_pieces import SequencePieces
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import Group
@@ -45,6 +46,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
+_Module = TypeVar("_Module", bound=nn.Module)
 LARGEST_DECAY = 16.0
 """The initial exp(A_log) is between 1 and this."""
 _LEAST_STEP, _LARGEST_STEP = 1e-3, 1e-1
@@ -207,10 +209,39 @@ class RecurrentMixer(MegatronModule):
         )
         packed, _ = self.in_proj(hidden_states)
         if self.recomputes_core and self.training:
-            mixed = checkpoint(self._mix, False, packed, packed_seq_params)
+            mixed = checkpoint(self.mix_in_units, False, packed, packed_seq_params)
+        elif inference_context is None:
+            mixed = self.mix_in_units(packed, packed_seq_params)
         else:
             mixed = self._mix(packed, packed_seq_params, inference_context)
         return self.out_proj(mixed)
+
+    def mix_in_units(self, packed: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        """Mix as `_mix` does, with the blocks of one unit at a time: kernels choose their code by
+        the number of heads, which depends on the layout. Without units all blocks are one.
+
+        Args:
+            packed: [s, b, features], the output of the projection.
+        Returns:
+            [s, b, n/tp * e].
+        """
+        if not self.config.layout_invariant_mode:
+            return self._mix(packed, packed_seq_params)
+        units = math.gcd(self.sizes.num_blocks, self.config.tensor_units)
+        count = max(units // self.pg_collection.tp.size(), 1)
+        outputs = [
+            self._unit(number, count)._mix(part.contiguous(), packed_seq_params)
+            for number, part in enumerate(packed.chunk(count, -1))
+        ]
+        return torch.cat(outputs, -1)
+
+    def _unit(self, number: int, count: int) -> RecurrentMixer:
+        """Return a mixer of some of the blocks; its parameters are views of this mixer's ones."""
+        unit = _part_of(self, number, count)
+        unit.num_blocks, unit.num_heads = self.num_blocks // count, self.num_heads // count
+        convolution = _part_of(self.conv1d, number, count)
+        unit._modules = {**self._modules, "conv1d": convolution}
+        return unit
 
     def _mix(
         self,
@@ -263,6 +294,15 @@ class RecurrentMixer(MegatronModule):
             rows.new_zeros((b, *self.state_shape()), dtype=dtype),
         )
         return before.transpose(0, 1), state
+
+
+def _part_of(module: _Module, number: int, count: int) -> _Module:
+    """Return a copy of a module with one of `count` parts of each parameter [n, ...]."""
+    part = copy.copy(module)
+    own = module._parameters.items()
+    parts = {n: None if p is None else in_rows(p, p.shape).chunk(count)[number] for n, p in own}
+    part.__dict__["_parameters"] = parts
+    return part
 
 
 def wide(x: Tensor) -> Tensor:
@@ -338,85 +378,3 @@ class ShortConvolution(ParallelLayer):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return F.silu(out).to(x.dtype)
-
-
-class SequencePieces:
-    """The pieces of the sequence on this rank, and the tokens and states before them.
-
-    Args:
-        cp: context-parallel group.
-    """
-
-    def __init__(self, cp: Group) -> None:
-        self.cp = cp
-        self.is_split = cp.size() > 1
-        self.mine = [cp.rank(), 2 * cp.size() - 1 - cp.rank()] if self.is_split else [0]
-
-    def fold(self, x: Tensor) -> Tensor:
-        """Stack this rank's pieces in the batch: [s, b, ...] -> [s/p, p*b, ...]."""
-        return torch.cat(x.chunk(2), 1) if self.is_split else x
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """Undo `fold`: [s/p, p*b, ...] -> [s, b, ...]."""
-        return torch.cat(x.chunk(2, 1)) if self.is_split else x
-
-    def documents(self, packed: PackedSeqParams | None, x: Tensor, history: int) -> Tensor | None:
-        """Return the document of each token of `x` and of the tokens before it.
-
-        Args:
-            x: [s/p, p*b, ...].
-            history: number of tokens before, at least one. Before the start of the sequence they
-                belong to the document of the first token.
-        Returns:
-            [p*b, history + s/p]; None if there is one document.
-        """
-        if packed is None:
-            return None
-        rows, batch = x.shape[0], x.shape[1] // len(self.mine)
-        num_pieces = 2 * self.cp.size() if self.is_split else 1
-        ids = packed.resolve(batch, rows * num_pieces, x.device).ids
-        ids = torch.cat((ids[:, :1].expand(-1, history), ids), 1)
-        return torch.cat([ids[:, piece * rows :][:, : history + rows] for piece in self.mine])
-
-    def rows_before(self, x: Tensor, count: int) -> Tensor | None:
-        """Return the `count` tokens before each piece, zeros before the sequence.
-
-        Args:
-            x: [s/p, p*b, c].
-        Returns:
-            [count, p*b, c]; None without context parallelism.
-        Communication:
-            forward all-gather of min(count, s/p) tokens per piece, backward reduce-scatter, on
-            `cp`.
-        """
-        if not (self.is_split and count):
-            return None
-        last = x[max(0, len(x) - count) :].transpose(0, 1)
-        pieces = self._of_all_ranks(last)
-        before = []
-        for piece in self.mine:
-            nothing = last.new_zeros((pieces[0].shape[0], count, x.shape[2]))
-            before.append(torch.cat((nothing, *pieces[:piece]), 1)[:, -count:])
-        return torch.cat(before).transpose(0, 1)
-
-    def states_before(self, chunks: Chunks) -> Tensor:
-        """Return the state before each piece; it is zero before the sequence.
-
-        Args:
-            chunks: recurrence over this rank's pieces, [p*b, ...].
-        Returns:
-            [p*b, ...].
-        Communication:
-            forward all-gather of the state map of each piece, backward reduce-scatter, on `cp`.
-        """
-        pieces = self._of_all_ranks(chunks.transition())
-        states = [torch.zeros_like(chunks.after(pieces[0], None))]
-        for piece in pieces[: self.mine[-1]]:
-            states.append(chunks.after(piece, states[-1]))
-        return torch.cat([states[piece] for piece in self.mine])
-
-    def _of_all_ranks(self, x: Tensor) -> Sequence[Tensor]:
-        """Gather [p*b, ...]; return the pieces of all ranks, [b, ...], in sequence order."""
-        split = x.unflatten(0, (len(self.mine), -1))
-        gathered = gather_from_sequence_parallel_region(split.contiguous(), group=self.cp)
-        return [*gathered[0::2].unbind(), *gathered[1::2].flip(0).unbind()]

@@ -35,7 +35,7 @@ class AuxLossScale:
 
     factor: float = 1.0
     """1 / micro batches of the step, times the number of ranks that share a micro batch if
-    gradients will be averaged over them."""
+    gradients will be averaged over them; of losses per token a power of two."""
     per_token: bool = False
     """Gradients will be divided by the tokens of the loss of the whole step."""
     tokens_per_microbatch: Tensor | None = None
@@ -55,6 +55,8 @@ class AuxLossScale:
         if self.per_token:
             known = self.tokens_per_microbatch
             weight = num_tokens if known is None else known
+            if self.factor != 1.0:
+                weight = weight * self.factor
         if self.scale is None:
             return weight
         if isinstance(weight, Tensor):

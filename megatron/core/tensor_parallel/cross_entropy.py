@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
@@ -30,6 +31,10 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.transport import tree_sum
 
+_VECTOR = 64
+"""Kernels compute the last elements by other instructions if they do not fill a vector; a multiple
+of this number fills all vectors."""
+
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
@@ -38,7 +43,7 @@ def vocab_parallel_cross_entropy(
     tp_group: Group | None = None,
     num_valid: int | None = None,
     overwrite_logits: bool = False,
-    units: int = 1,
+    units: int = 0,
 ) -> Tensor:
     """Return the loss of every token, computed in fp32.
 
@@ -52,17 +57,17 @@ def vocab_parallel_cross_entropy(
         overwrite_logits: the caller does not need the logits any more: backward writes the gradient
             into their memory (on some devices forward writes the softmax there), so no tensor of
             size [s, b, v/tp] is allocated.
-        units: of the whole vocabulary; above 1 the loss has the same bits in every layout.
+        units: of the whole vocabulary; with units the loss has the same bits in every layout.
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
         one all-gather of three (with smoothing four) numbers per token.
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
-        ConfigError: smoothing with several units.
+        ConfigError: smoothing with units.
     """
     shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, resolve_group(tp_group, "tp"))
-    if units > 1:
+    if units:
         if label_smoothing:
             raise ConfigError(
                 f"label_smoothing={label_smoothing} with layout_invariant_mode.",
@@ -181,7 +186,8 @@ class _UnitCrossEntropy(torch.autograd.Function):
         total = tree_sum(list(rows.view(len(rows), units, -1).sum(-1).unbind(1)))
         if group.size() > 1:
             total = tree_sum(list(collectives.all_gather(total.clone().unsqueeze(0), group)))
-        loss = total.log() + highest - shared[:, 1].sum(0)
+        filled = F.pad(total, (0, -len(total) % _VECTOR), value=1.0)
+        loss = filled.log()[: len(total)] + highest - shared[:, 1].sum(0)
         ctx.save_for_backward(rows.div_(total.unsqueeze(-1)), *vars(labels).values())
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return loss.masked_fill(labels.is_ignored, 0.0).view(target.shape)

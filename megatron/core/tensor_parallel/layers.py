@@ -104,9 +104,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.disable_grad_reduce = disable_grad_reduce
         self.output_size_per_partition = divide(output_size, self.tp_size)
         self.explicit_expert_comm = is_expert and _experts_communicate(config, self.tp_size)
-        self.sequence_parallel = (
-            config.sequence_parallel and self.tp_size > 1 and not self.explicit_expert_comm
-        )
+        self.sequence_parallel = config.sequence_parallel and self.tp_size > 1 and not is_expert
         self.allreduce_dgrad = (
             self.tp_size > 1
             and not self.sequence_parallel
@@ -242,9 +240,7 @@ class RowParallelLinear(ParallelLinear):
         self.tp_comm_buffer_name = tp_comm_buffer_name
         self.input_size_per_partition = divide(input_size, self.tp_size)
         self.explicit_expert_comm = is_expert and _experts_communicate(config, self.tp_size)
-        self.sequence_parallel = (
-            config.sequence_parallel and self.tp_size > 1 and not self.explicit_expert_comm
-        )
+        self.sequence_parallel = config.sequence_parallel and self.tp_size > 1 and not is_expert
         if self.sequence_parallel and not input_is_parallel:
             raise ConfigError(
                 f"a row-parallel layer {name or ''} would cut its input under sequence"
@@ -315,7 +311,8 @@ def _column_input_mode(sequence_parallel: bool, allreduce_dgrad: bool) -> InputM
 
 def _experts_communicate(config: ModelParallelConfig, expert_tp_size: int) -> bool:
     """Whether the token dispatcher of the experts does the layer's communication."""
-    return expert_tp_size > 1 or config.expert_model_parallel_size > 1
+    is_split = expert_tp_size > 1 or config.expert_model_parallel_size > 1
+    return is_split and not config.layout_invariant_mode
 
 
 __all__ = [

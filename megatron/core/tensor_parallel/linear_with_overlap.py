@@ -97,7 +97,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
     Communication:
         decided by the two modes, on `spec.group`.
     """
-    communicates = spec.communicates
+    communicates = spec.communicates and x.numel() > 0
     if spec.units is not None:
         return _ParallelLinear.apply(x, weight, bias, spec, communicates, False)
     if spec.quantized is not None:
@@ -166,7 +166,7 @@ class _ParallelLinear(torch.autograd.Function):
                 return out if bias is None else out.add_(bias)
         elif spec.units is not None:
             out = spec.units.forward(x.reshape(-1, x.shape[-1]), weight)
-            out = out.view(*x.shape[:-1], -1)
+            out = out.view(*x.shape[:-1], out.shape[-1])
             if output_mode is OutputMode.LOCAL:
                 out = out.to(x.dtype)
                 return out if bias is None else out.add_(bias)
@@ -191,7 +191,9 @@ class _ParallelLinear(torch.autograd.Function):
         if ctx.communicates and spec.output_mode is OutputMode.REDUCE_SCATTER:
             grad = collectives.all_gather(grad, spec.group)
 
-        waits = needs_weight and deferred_wgrad.defer_wgrad(
+        # Only a parameter has a place for a later gradient; a converted weight has not.
+        may_wait = needs_weight and ctx.weight.is_leaf
+        waits = may_wait and deferred_wgrad.defer_wgrad(
             partial(_deferred_weight_gradient, ctx.weight, grad, x, spec, input_mode, ctx.context)
         )
         needs_weight = needs_weight and not waits

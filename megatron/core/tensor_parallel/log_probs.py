@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     VocabShard,
     local_distribution,
+    log_sum_of_units,
     merge_rows,
 )
 from megatron.core.topology.group import Group
@@ -42,6 +43,7 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     tp_group: Group | None = None,
     num_valid: int | None = None,
+    units: int = 1,
 ) -> LogProbs:
     """Return log-probability and entropy of every token, differentiable, computed in fp32.
 
@@ -53,15 +55,19 @@ def vocab_parallel_log_probs(
         tp_group: None is the tensor-parallel group of the current collection.
         num_valid: number of real ids; columns beyond it pad the vocabulary and take no part. None
             means that all are real.
+        units: of the whole vocabulary; above 1 the log-probabilities have the same bits in every
+            layout.
     Returns:
         the same bits on all ranks of `tp_group`.
     Communication:
-        one all-gather of four numbers per token on `tp_group`; none in backward.
+        one all-gather of four numbers per token on `tp_group`, with units another one of one number
+        per token; none in backward.
     Raises:
         DataError: a token outside the vocabulary, on all ranks.
     """
     shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, resolve_group(tp_group, "tp"))
-    return LogProbs(*_LogProbs.apply(vocab_parallel_logits, target, shard, float(temperature)))
+    found = _LogProbs.apply(vocab_parallel_logits, target, shard, float(temperature), units)
+    return LogProbs(*found)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -69,7 +75,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, temperature: float
+        ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, temperature: float, units: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = logits.reshape(-1, logits.shape[-1])
         labels = Labels.locate(target, shard)
@@ -83,14 +89,17 @@ class _LogProbs(torch.autograd.Function):
             local[3, block] = (found.probabilities * found.relative_logits).sum(-1)
         merged = merge_rows(local, shard.group)
         label, weighted = merged.others[:, 0].sum(0), merged.others[:, 1]
+        log_sum = merged.log_sum
+        if units > 1:
+            log_sum = log_sum_of_units(rows.double() / temperature, merged.highest, shard, units)
         # fp64: a number near 8 that is rounded three times in fp32 has an error of 1e-6.
-        log_probs = (label.double() - merged.highest - merged.log_sum).to(dtype)
+        log_probs = (label.double() - merged.highest - log_sum).to(dtype)
         # H = log Z - sum of p * logit; each rank's part is relative to its own highest logit.
         entropy = merged.log_sum - merged.mean(weighted + merged.highest_of_ranks - merged.highest)
         is_greedy = (label >= merged.highest) & ~labels.is_ignored
         ctx.save_for_backward(
             logits, labels.columns, labels.is_local, labels.is_ignored, merged.highest,
-            merged.log_sum, entropy,
+            log_sum.to(dtype), entropy,
         )  # fmt: skip
         ctx.shard, ctx.temperature = shard, temperature
         ctx.mark_non_differentiable(is_greedy)
@@ -122,7 +131,7 @@ class _LogProbs(torch.autograd.Function):
                 own = of_label[block].masked_fill(~is_local[block], 0.0)
                 grad.scatter_add_(1, columns[block], own)
             out[block, :valid] = grad.to(out.dtype)
-        return out.view(logits.shape), None, None, None
+        return out.view(logits.shape), None, None, None, None
 
 
 def vocab_parallel_kl_divergence(

@@ -61,9 +61,12 @@ class ParallelLayer(nn.Module):
 
     def units(self, dim: int, blocks: int) -> Units | None:
         """Return this rank's units of a weight split along `dim`; None without units."""
-        if not self.config.layout_invariant_mode:
+        config = self.config
+        if not config.layout_invariant_mode:
             return None
-        return Units(dim, divide(self.config.layout_invariant_tensor_units, self.tp_size), blocks)
+        runs = 1 if self.is_expert else config.sequence_units_of_rank
+        count = divide(config.tensor_units, self.tp_size)
+        return Units(dim, count, blocks, runs, config.batch_invariant_mode)
 
     def new_parameter(
         self,

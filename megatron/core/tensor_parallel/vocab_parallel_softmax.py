@@ -25,6 +25,7 @@ from megatron.core.kernels.vocab_softmax import (
 )
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
+from megatron.core.transport.transport import tree_sum
 
 IGNORED_LABEL = -100
 """A label without a loss: its loss and its gradient are zero."""
@@ -197,6 +198,30 @@ def local_distribution(rows: Tensor, shard: VocabShard, temperature: float) -> L
     probabilities = torch.empty_like(logits)
     highest, log_sum = local_softmax(logits, probabilities)
     return LocalDistribution(highest, log_sum, probabilities, logits - highest.unsqueeze(-1))
+
+
+def log_sum_of_units(rows: Tensor, highest: Tensor, shard: VocabShard, units: int) -> Tensor:
+    """Return the logarithm of each row's sum of exponentials, the same in every layout.
+
+    The sums of the units are added in a tree.
+
+    Args:
+        rows: [t, v/tp] logits.
+        highest: [t], the highest logit of each row in the whole vocabulary.
+        units: of the whole vocabulary.
+    Returns:
+        [t] fp64, relative to `highest`.
+    Communication:
+        one all-gather of a number per row on the shard's group.
+    """
+    wide = rows.to(torch.float64, copy=True)
+    wide[:, shard.num_local_valid :] = -torch.inf
+    wide.sub_(highest.unsqueeze(-1)).exp_()
+    local = units // shard.group.size()
+    total = tree_sum(list(wide.view(len(wide), local, -1).sum(-1).unbind(1)))
+    if shard.group.size() > 1:
+        total = tree_sum(list(collectives.all_gather(total.clone().unsqueeze(0), shard.group)))
+    return total.log()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Attention(MegatronModule):
         self.softmax_scale = config.softmax_scale
         if config.softmax_scale_local and config.window_of(layer_number) is not None:
             self.softmax_scale = config.softmax_scale_local
+        self.num_late_inputs = int(config.attention_output_gate)
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -120,14 +121,8 @@ class Attention(MegatronModule):
     def linear(self, spec: object, rows: int, columns: int, **options: object) -> Any:
         """Build a linear layer from its spec."""
         options.setdefault("init_method", self.config.init_method)
-        return build_module(
-            spec,
-            rows,
-            columns,
-            config=self.config,
-            tp_group=self.pg_collection.tp,
-            **options,
-        )
+        tp = self.pg_collection.tp
+        return build_module(spec, rows, columns, config=self.config, tp_group=tp, **options)
 
     def norm(self, spec: object, width: int, *, is_sharded: bool, eps: float | None = None) -> Any:
         """Build a norm of the last `width` channels from its spec; None without one.
@@ -233,25 +228,23 @@ class Attention(MegatronModule):
         )
         context = inference_context if inference_context is not None else inference_params
         positions = None if context is None else context.positions
+        rotary = rotary_pos_emb, rotary_pos_cos, rotary_pos_sin
         query, key, value, *others = self.get_rotated_qkv(
-            hidden_states,
-            key_value_states,
-            positions,
-            (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
+            hidden_states, key_value_states, positions, rotary
         )
         if self.config.scales_queries(self.layer_number):
             if positions is None:
                 s, b = query.shape[:2]
                 cp = self.pg_collection.microbatch_cp
-                positions = positions_of(s, query.device, packed_seq_params, b, cp=cp)
+                positions = positions_of(s, query.device, cp, packed_seq_params, b)
             query = query * factor_by_position(positions, self.config).to(query.dtype)
         if keys_values is not None:
             window = self.config.window_of(self.layer_number)
             if key is not None:
                 keys_values[window] = key, value
             key, value = keys_values[window]
-        split = len(others) - self.config.attention_output_gate
-        extra, gate = others[:split], others[split:]
+        split = len(others) - self.num_late_inputs
+        extra, late = others[:split], others[split:]
         sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
         if context is not None:
             entries = self.extra_cache_entries(extra)
@@ -261,7 +254,7 @@ class Attention(MegatronModule):
                 chunk = self.config.chunk_of(self.layer_number)
                 hidden = context.masked_keys(core.window(self.attn_mask_type)[0], chunk)
                 attended = core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
-                return self.linear_proj(gated(attended, *gate))
+                return self.linear_proj(self.after_core(attended, *late))
 
         def attend(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
             query, key, value, *extra = tensors
@@ -284,9 +277,14 @@ class Attention(MegatronModule):
             with offloading(self.config.offloads("core_attn"), self.core_attention):
                 attended = attend(*given)
         self.drop_query_key_value(attended)
-        attended = gated(attended, *gate)
+        attended = self.after_core(attended, *late)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
+
+    def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
+        """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
+        projected tensors: here the gate, if there is one."""
+        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode)
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
@@ -390,13 +388,12 @@ class SelfAttention(Attention):
         in_parts = in_parts or len(self.rows_of_group) != 3 or bool(self.config.v_channels)
         in_parts = in_parts or self.config.attention_value_scale != 1.0 or self.config.v_l2_norm
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
-        how = {
-            "interleaved": self.config.rotary_interleaved,
-            "fuses": self.config.apply_rope_fusion,
-        }
+        config = self.config
+        how = {"interleaved": config.rotary_interleaved, "fuses": config.apply_rope_fusion}
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
+            cached = () if positions is None else (positions,)  # overrides need not take them
             query, key, *others = self.get_query_key_value_tensors(
-                hidden_states, key_value_states, positions
+                hidden_states, key_value_states, *cached
             )
             if angles is not None and self.uses_rotary:
                 if cos is None or sin is None:

@@ -14,18 +14,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import context_parallel_attention
+from megatron.core.context_parallel import attend_in_units, context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
+from megatron.core.kernels.batch_invariant_attention import (
+    batch_invariant_attention,
+    batch_invariant_kernel,
+)
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
+from megatron.core.tensor_parallel.unit_products import in_full_vectors
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -117,12 +123,27 @@ class DotProductAttention(MegatronModule):
             query, key = without_padding(query, key, packed_seq_params)
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
+        if self.config.batch_invariant_mode:
+            return attend_to_each_document(query, key, value, options)
         groups = self.context_groups
-        comm_type = self.cp_comm_type if groups.cp.size() > 1 else None
+        num_units = self._sequence_units(query, key, groups.cp.size())
+        comm_type = self.cp_comm_type if max(groups.cp.size(), num_units) > 1 else None
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
-        if comm_type is None and self.config.layout_invariant_mode:
+        if num_units > 1:
+            return attend_in_units(
+                query,
+                key,
+                value,
+                options,
+                group=groups.cp,
+                num_units=num_units,
+                attend=self._attend_in_units,
+            )
+        if self.config.layout_invariant_mode:
+            if options.sink is not None:
+                options = replace(options, sink=in_rows(options.sink, options.sink.shape))
             return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
@@ -155,7 +176,9 @@ class DotProductAttention(MegatronModule):
             [s, b, n*e].
         """
         keys, values = cached[:2]
-        return kv_cache_attention(
+        is_invariant = self.config.batch_invariant_mode
+        attend = batch_invariant_attention if is_invariant else kv_cache_attention
+        return attend(
             query,
             keys,
             values,
@@ -186,6 +209,14 @@ class DotProductAttention(MegatronModule):
             query, key, value = parts
             outputs.append(run(query, key, value, options.of_heads(n * heads, (n + 1) * heads)))
         return torch.cat(outputs, -1)
+
+    def _sequence_units(self, query: Tensor, key: Tensor, cp_size: int) -> int:
+        """Return this rank's units of a sequence; in one process a prompt of any length is one."""
+        if self.config.sequence_units == 1:
+            return 1
+        count = divide(self.config.sequence_units, cp_size)
+        is_cut = len(query) == len(key) and len(query) % count == 0
+        return count if is_cut or cp_size > 1 else 1
 
     @property
     def context_groups(self) -> ContextParallelGroups:
@@ -266,6 +297,29 @@ def asked_backend(config: TransformerConfig) -> str:
     return "unfused" if config.apply_query_key_layer_scaling else config.attention_backend.name
 
 
+def attend_to_each_document(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend independently of the batch, with packed documents as sequences of a padded batch.
+
+    A mask, a bias or dropout belongs to the whole row: then the row stays one sequence.
+
+    Args: see `AttentionKernel`.
+    """
+    ids, whole = options.mask.document_ids, (options.attention_mask, options.attention_bias)
+    if ids is None or whole != (None, None) or options.dropout:
+        return batch_invariant_kernel(query, key, value, options)
+    documents = Documents(seq_idx=ids)
+    number, count = documents.numbered
+    at = documents.positions.t(), number.t()  # [s, b] each
+    longest = int(at[0].max()) + 1
+    parts = [
+        x.new_zeros(longest, count, *x.shape[2:]).index_put(at, x) for x in (query, key, value)
+    ]
+    alone = replace(options, mask=MaskSpec(options.mask.window))
+    return batch_invariant_kernel(parts[0], parts[1], parts[2], alone)[at]
+
+
 def without_padding(
     query: Tensor, key: Tensor, packed: PackedSeqParams | None
 ) -> tuple[Tensor, Tensor]:
@@ -297,15 +351,21 @@ def reader_of_cache(core: object) -> DotProductAttention:
     )
 
 
-def gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
+def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = False) -> Tensor:
     """Return attended * sigmoid(gate); without a gate `attended`.
 
     Args:
         attended: [s, b, n/tp * d].
         gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
+        in_vectors: see `in_full_vectors`.
     """
     if gate is None:
         return attended
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
+    logits = gate.float()
+    if in_vectors:
+        weights = in_full_vectors(torch.sigmoid, logits.flatten()).view(gate.shape)
+    else:
+        weights = logits.sigmoid()
     parts = attended.unflatten(-1, (gate.shape[-1], -1))
-    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)
+    return (parts * weights.unsqueeze(-1)).flatten(-2).to(attended.dtype)

@@ -22,7 +22,8 @@ from megatron.core.process_groups_config import (
     resolve_groups,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.topology.group import Group
+from megatron.core.tensor_parallel.unit_products import copies
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -130,13 +131,14 @@ class MLP(MegatronModule):
             return output, bias
         intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:
-            intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)
+            tp = self.pg_collection.expt_tp
+            intermediate = weighted(intermediate, per_token_scale, self.config, tp)
         return self.linear_fc2(intermediate)
 
     def _scaled_activation(self, x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        return gated(
-            x, self.activation_func, self.config, bias=bias, weights=scale, is_expert=self.is_expert
-        )
+        act, config, tp = self.activation_func, self.config, self.pg_collection.expt_tp
+        is_expert = self.is_expert
+        return gated(x, act, config, bias=bias, weights=scale, is_expert=is_expert, expt_tp=tp)
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute the input of fc2, [s, b, f/tp]."""
@@ -159,6 +161,7 @@ def gated(
     bias: Tensor | None = None,
     weights: Tensor | None = None,
     is_expert: bool = False,
+    expt_tp: Group = SINGLE_RANK,
 ) -> Tensor:
     """Apply the activation, with a gate if `config.gated_linear_unit`: [..., f or 2f] -> [..., f].
 
@@ -166,13 +169,28 @@ def gated(
         bias: [f or 2f], added first.
         weights: [...], factor on each vector of the result, which keeps its dtype.
         is_expert: the MLP is a routed expert, which may have a clamp of its own.
+        expt_tp: ranks that split the vectors of an expert.
     """
+    if weights is not None and (config.layout_invariant_mode or not config.gated_linear_unit):
+        out = gated(x, activation_func, config, bias=bias, is_expert=is_expert)
+        return weighted(out, weights, config, expt_tp)
     if not config.gated_linear_unit:
-        out = activation_func(x if bias is None else x + bias)
-        return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
+        return activation_func(x if bias is None else x + bias)
     clamp = config.activation_func_clamp_value
     if is_expert and config.moe_activation_func_clamp_value is not None:
         clamp = config.moe_activation_func_clamp_value
     gate = Gate(activation_func, clamp, config.glu_linear_offset)
     fuses = config.bias_activation_fusion
     return gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)
+
+
+def weighted(x: Tensor, weights: Tensor, config: TransformerConfig, expt_tp: Group) -> Tensor:
+    """Return x [..., f], the vectors times their weights [...], in the dtype of x.
+
+    Communication: in layout-invariant mode a sum over `expt_tp` of the gradients of the weights.
+    """
+    if not config.layout_invariant_mode:
+        return (x * weights.unsqueeze(-1)).to(x.dtype)
+    units = config.tensor_units // expt_tp.size()
+    of_units = copies(weights, weights.dim(), units, units, expt_tp).unsqueeze(-1)
+    return (x.unflatten(-1, (units, -1)) * of_units).flatten(-2).to(x.dtype)

@@ -104,13 +104,15 @@ class Float16Module(MegatronModule):
         """Call the model.
 
         Args:
-            fp32_output: convert the last stage's floating-point outputs to fp32.
+            fp32_output: convert the last stage's outputs in fewer bits to fp32.
         """
         if self.pre_process:
             inputs = _map_floats(inputs, lambda t: t.to(self.float16_dtype))
         outputs = self.module(*inputs, **kwargs)
         if self.post_process and fp32_output:
-            outputs = _map_floats(outputs, torch.Tensor.float)
+            outputs = _map_floats(
+                outputs, lambda t: t.to(torch.promote_types(t.dtype, torch.float32))
+            )
         return outputs
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:

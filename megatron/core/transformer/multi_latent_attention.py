@@ -15,6 +15,7 @@ the rotary part, e of a value head, c width of a latent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,11 +32,36 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.unit_products import copies
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin, positions_of
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
+
+
+class LatentRotary:
+    """Cosine and sine of the rotary part of heads.
+
+    Args:
+        inverse_frequencies: [p/2]; not a buffer, because half precision must not round it.
+        factor: factor on cosine and sine.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
+        self.inverse_frequencies, self.factor = inverse_frequencies, factor
+
+    def __call__(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
+        if self.inverse_frequencies.device != like.device:
+            self.inverse_frequencies = self.inverse_frequencies.to(like.device)
+        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
+        if interleaved:
+            freqs = freqs.repeat_interleave(2, dim=-1)
+        else:
+            freqs = torch.cat((freqs, freqs), dim=-1)
+        cos, sin = cos_sin(freqs, torch.float32)
+        return (cos * self.factor).to(like.dtype), (sin * self.factor).to(like.dtype)
 
 
 @dataclass
@@ -49,6 +75,7 @@ class MLASelfAttentionSubmodules:
     linear_kv_down_proj: ModuleSpec | type | Any = None
     linear_kv_up_proj: ModuleSpec | type | Any = None
     core_attention: ModuleSpec | type | Any = None
+    linear_group_proj: ModuleSpec | type | Any = None
     linear_proj: ModuleSpec | type | Any = None
     q_layernorm: ModuleSpec | type | Any = None
     kv_layernorm: ModuleSpec | type | Any = None
@@ -96,9 +123,9 @@ class MLASelfAttention(Attention):
             heads * (config.qk_head_dim + config.v_head_dim),
             **column,
         )
-        inverse, self.rotary_factor, scale = _rotary_settings(config)
+        inverse, factor, scale = _rotary_settings(config)
         self.uses_rotary = config.rotates_in(self.layer_number)
-        self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
+        self.rotary = LatentRotary(inverse, factor)
         self.softmax_scale = config.attention_scale(self.q_head_dim) * scale
         self.recomputes_up_projection = config.recomputes("mla_up_proj")
         self._dropped: CheckpointWithoutOutput | None = None
@@ -185,14 +212,20 @@ class MLASelfAttention(Attention):
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if not self.uses_rotary:
-            shared_key = shared_key.unsqueeze(2).expand(s, b, heads, p)
+            shared_key = shared_key.view(s, b, -1, p).expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
-            positions = positions_of(s, query.device, None, b, cp=self.pg_collection.microbatch_cp)
-        cos, sin = self.cos_sin(positions, query, config.rope_interleave)
+            positions = positions_of(s, query.device, self.pg_collection.microbatch_cp)
+        cos, sin = self.rotary(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
+        if config.layout_invariant_mode:
+            # The kernel sees each head as a sample, with its own copy of the shared key.
+            cos, sin = (x.expand(-1, b, -1, -1).repeat_interleave(heads, 1) for x in (cos, sin))
+            query, key = (x.reshape(s, b * heads, 1, -1) for x in (query, key))
+            shared_key = shared_key.reshape(s, b * heads, p)
         query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
+        query, key = (x.view(s, b, heads, d + p) for x in (query, key))
         return query, key, self._apart(value)
 
     def _apart(self, value: Tensor) -> Tensor:
@@ -200,35 +233,37 @@ class MLASelfAttention(Attention):
         return value.contiguous() if self.recomputes_up_projection else value
 
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
-        """Return the shared rotary key of all tokens; its gradient is summed over heads."""
-        tp = self.pg_collection.tp
+        """Return the shared rotary key of all tokens [s, b, p], or in layout-invariant mode its
+        copies for this rank's heads [s, b, n/tp, p]; its gradient is summed over heads."""
+        tp, config = self.pg_collection.tp, self.config
+        if config.layout_invariant_mode:
+            if config.sequence_parallel:
+                shared_key = gather_from_sequence_parallel_region(shared_key, False, tp)
+            count = self.num_attention_heads_per_partition
+            units = math.gcd(config.num_attention_heads, config.tensor_units) // tp.size()
+            return copies(shared_key, 2, count, units, tp)
         if tp.size() == 1:
             return shared_key
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
-        if self.inverse_frequencies.device != like.device:
-            self.inverse_frequencies = self.inverse_frequencies.to(like.device)
-        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
-        if interleaved:
-            freqs = freqs.repeat_interleave(2, dim=-1)
-        else:
-            freqs = torch.cat((freqs, freqs), dim=-1)
-        cos, sin = cos_sin(freqs, torch.float32)
-        return (cos * self.rotary_factor).to(like.dtype), (sin * self.rotary_factor).to(like.dtype)
+
+def latent_frequencies(config: TransformerConfig, base: float, *, is_stretched: bool) -> Tensor:
+    """Return the inverse frequencies [p/2] of the rotary part; YaRN changes them if stretched."""
+    channels = config.qk_pos_emb_head_dim
+    if is_stretched and config.rope_type == "yarn":
+        return yarn_of_config(channels, base, config)
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return 1.0 / (base**exponent)
 
 
 def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
     """Return inverse frequencies, the factor on cosine and sine, and the factor on the scores."""
-    channels, base = config.qk_pos_emb_head_dim, config.rotary_base
+    inverse = latent_frequencies(config, config.rotary_base, is_stretched=True)
     if config.rope_type == "rope":
-        exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
-        return 1.0 / (base**exponent), 1.0, 1.0
+        return inverse, 1.0, 1.0
     factor = config.rotary_scaling_factor
-    inverse = yarn_of_config(channels, base, config)
     # DeepSeek's form of YaRN's temperature: the factor of `mscale_all_dim` multiplies the scores of
     # the whole head; the rotary part is multiplied by the ratio of `mscale`'s factor to it.
     full = yarn_attention_factor(factor, config.mscale_all_dim)

@@ -227,7 +227,7 @@ def with_prediction_losses(
             later = (positions + depth).clamp(max=shard.total - 1)
             is_inside = documents[:, later] == documents[:, positions]
         other = loss_of(hidden_states, shift_left(labels, depth, cp))
-        figures = torch.zeros(2, device=loss.device)
+        figures = loss.new_zeros(2)
         if reported is not None:
             reported[f"mtp_{depth} loss"] = figures
         loss = _WithGradientFor.apply(loss, other, is_inside, depth, weight, figures, cp)

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
-from megatron.core.topology.group import Group
+from megatron.core.tensor_parallel.unit_products import Units
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -38,7 +41,9 @@ class ReplicatedLinear(ParallelLayer):
         self.tensor_model_parallel = False  # clients read this attribute of the module
         if sees_all_tokens is None:
             sees_all_tokens = not config.sequence_parallel
-        axes: tuple[str, ...] = () if sees_all_tokens else ("tp",)
+        self.rows_group = SINGLE_RANK if sees_all_tokens else tp_group
+        is_whole = sees_all_tokens or config.layout_invariant_mode
+        axes: tuple[str, ...] = () if is_whole else ("tp",)
         self.weight = self.new_parameter(
             output_size, input_size, init_method=init_method, split_dim=None, partial_grad_axes=axes
         )
@@ -50,7 +55,32 @@ class ReplicatedLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return ([..., output] of x [..., input], None); the bias is already added."""
+        if self.config.layout_invariant_mode:
+            runs = self.config.sequence_units_of_rank
+            return linear_of_all_rows(x, self.weight, self.bias, self.rows_group, runs), None
         return F.linear(x, self.weight, self.bias), None
+
+
+def linear_of_all_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, runs: int
+) -> Tensor:
+    """Multiply the rows of all ranks on each rank, so that the product has one shape in every
+    layout (`layout_invariant_mode`); the gradients of weight and bias are whole on each rank.
+
+    Args:
+        x: [s/tp, b, i], the rows of this rank.
+        weight: [o, i], bias: [o], equal on all ranks.
+        group: the ranks that split the rows.
+        runs: units of the sequence in the rows of all ranks; each is a product of its own.
+    Returns:
+        [s/tp, b, o], the rows of this rank.
+    Communication:
+        an all-gather of the rows [s, b, i], in backward one of their gradients [s, b, o].
+    """
+    x = mappings.gather_from_sequence_parallel_region(x, False, group)
+    spec = LinearCommSpec(SINGLE_RANK, units=Units(0, 1, runs=runs))
+    out = parallel_linear(x, weight, bias, spec)
+    return mappings.scatter_to_sequence_parallel_region(out, group)
 
 
 class LinearPart(ReplicatedLinear):

@@ -29,7 +29,11 @@ def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[
 
 
 def positions_of(
-    num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int, *, cp: Group
+    num_tokens: int,
+    device: torch.device,
+    cp: Group,
+    packed: PackedSeqParams | None = None,
+    batch: int = 1,
 ) -> Tensor:
     """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
     positions = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK).positions(device)
@@ -58,3 +62,9 @@ def rotate(
     """
     kernel = ROTARY.choose(Request.of(x), () if fuses else UNFUSED).kernel
     return kernel.run(x, cos, sin, interleaved)
+
+
+def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, **how: bool) -> Tensor:
+    """Rotate the last r channels of x [s, b, n, d], as `rotate` does with the first."""
+    kept, turned = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
+    return torch.cat((kept, rotate(turned, cos, sin, **how)), -1)

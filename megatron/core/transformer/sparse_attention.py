@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from megatron.core.context_parallel.partition import join_zigzag
 from megatron.core.foundation.errors import refuse_given
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import key_range
 from megatron.core.kernels.sparse_attention import (
     Compared,
@@ -72,16 +73,16 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         **options: Any,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
-        assert config.dsa_indexer_topk
-        self.topk = config.dsa_indexer_topk
+        self.topk = config.dsa_indexer_topk or 0
+        kind = config.layer_kind(self.layer_number)
         self.owner = self.layer_number
         """Number of the layer whose indexer chooses the keys."""
-        if config.layer_kind(self.layer_number).shares_keys:
+        if kind.shares_keys:
             earlier = enumerate(config.layer_kinds()[: self.layer_number], 1)
-            self.owner = max(n for n, kind in earlier if kind.is_sparse and not kind.shares_keys)
+            self.owner = max(n for n, other in earlier if other.has_indexer)
         self.indexer: Indexer | None = None
         self.indexer_loss = None
-        if self.owner == self.layer_number:
+        if kind.has_indexer:
             self.indexer = Indexer(config, submodules, self.pg_collection)
             self.indexer_loss = IndexerLoss(self.layer_number) if config.trains_indexer else None
 
@@ -125,25 +126,14 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         options = self._options(query, mask_type, packed_seq_params, attention_mask, None)
         if options.max_logits is not None:
             query, key = without_padding(query, key, packed_seq_params)
-        spec = SparseSpec(
-            options=options,
-            topk=self.topk,
-            uses_relu=self.config.dsa_indexer_scoring_relu,
-            compared=compared,
-            keep_mask=AttentionKeepMask.next(1.0 - options.dropout, total)
-            if options.dropout
-            else None,
-            sum_over_ranks=self._sum_over_heads,
-        )
+        spec = self._spec(options, total)
         keys = [None if x is None else whole_sequence(x, cp) for x in (key, value, index_key)]
         shared = None
         if self.indexer is None:
             assert chosen_keys is not None, "a layer that shares keys runs within a block"
             shared = chosen_keys[self.owner]
         positions: list[Tensor] = []
-        counted = None
-        if isinstance(packed_seq_params, Documents) and packed_seq_params.padding_mask is not None:
-            counted = ~packed_seq_params.padding_mask
+        counted = tokens_that_count(packed_seq_params)
         outs, losses = [], []
         most = max(query.shape[2], 0 if index_query is None else index_query.shape[2]) * b * total
         for local, rows in self._blocks(query.shape[0], max(1, BLOCK_ELEMENTS // most)):
@@ -164,12 +154,32 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             out, loss = recomputed(attend, *tensors, use_reentrant=False, preserve_rng_state=False)
             outs.append(out)
             losses.append(loss)
-        attended = torch.cat(outs)
         if positions and chosen_keys is not None:
             chosen_keys[self.owner] = torch.cat(positions, 1)
-        if compared is Compared.NOTHING:
+        return self._with_loss(torch.cat(outs), losses, counted)
+
+    def _spec(self, options: AttentionOptions, num_keys: int) -> SparseSpec:
+        """Return the options of all blocks; dropout is drawn for `num_keys` keys."""
+        keep = 1.0 - options.dropout
+        return SparseSpec(
+            options=options,
+            topk=self.topk,
+            uses_relu=self.config.dsa_indexer_scoring_relu,
+            compared=self._compared(),
+            keep_mask=AttentionKeepMask.next(keep, num_keys) if options.dropout else None,
+            sum_over_ranks=self._sum_over_heads,
+        )
+
+    def _with_loss(self, attended: Tensor, losses: list[Tensor], counted: Tensor | None) -> Tensor:
+        """Attach the loss of the indexer, a mean over queries, to the output [s/cp, b, n*e].
+
+        Args:
+            losses: the sum over the queries of each block. counted: as in `attend_rows`.
+        """
+        if self._compared() is Compared.NOTHING:
             return attended
-        num_tokens: Tensor | float = float(total * b)
+        cp = self.context_groups.cp
+        num_tokens: Tensor | float = float(attended.shape[0] * attended.shape[1] * cp.size())
         if counted is not None:
             num_tokens = collectives.all_reduce(counted.sum().float(), cp).clamp(min=1)
         part = torch.stack(losses).sum() / num_tokens
@@ -242,6 +252,13 @@ class SparseAttention(IndexedAttention, DotProductAttention):
                 first += stop - start
 
 
+def tokens_that_count(packed: PackedSeqParams | None) -> Tensor | None:
+    """Return bool [b, s/cp], False for padding; None without padding."""
+    if isinstance(packed, Documents) and packed.padding_mask is not None:
+        return ~packed.padding_mask
+    return None
+
+
 def whole_sequence(x: Tensor, cp: Group) -> Tensor:
     """Gather [s/cp, ...] to [s, ...] in ascending order of position.
 
@@ -274,10 +291,10 @@ class SparseLatentAttention(MLASelfAttention):
             if positions is None:
                 num_tokens = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
                 cp, device = self.pg_collection.microbatch_cp, hidden_states.device
-                positions = positions_of(num_tokens, device, None, 1, cp=cp)
+                positions = positions_of(num_tokens, device, cp)
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             interleaved = config.dsa_indexer_rope_interleaved
-            cos_sin = self.cos_sin(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
+            cos_sin = self.rotary(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
         indexed: tuple[Tensor, ...] = self.core_attention.indexer(hidden_states, latent, cos_sin)
         return indexed
 

@@ -177,6 +177,7 @@ class TransformerBlock(GraphableMegatronModule):
         other_rotary_pos_emb: Mapping[tuple[tuple[str, float], ...], Tensor] | None = None,
         added_states: Sequence[Tensor] = (),
         vectors_of_layers: Tensor | None = None,
+        token_ids: Tensor | None = None,
         inference_params: BaseInferenceContext | None = None,
         dynamic_inference_decode_only: object = None,
     ) -> Tensor:
@@ -191,6 +192,7 @@ class TransformerBlock(GraphableMegatronModule):
             added_states: tensors of the shape of `hidden_states`; entry i is added after layer i of
                 the model. The layers must be on this stage.
             vectors_of_layers: [s, b, L, p], see `PerLayerEmbedding`.
+            token_ids: int64 [b, s/cp], for layers that are routed by them.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
@@ -238,6 +240,8 @@ class TransformerBlock(GraphableMegatronModule):
             "inference_context": inference_context or inference_params,
             "padding_mask": padding_mask,
         }
+        if token_ids is not None:
+            common["token_ids"] = token_ids
         if self.config.dsa_indexer_topk_freq > 1:
             # Of this pass: a recomputation after the next micro batch finds the same keys.
             common["chosen_keys"] = {}

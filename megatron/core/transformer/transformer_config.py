@@ -76,6 +76,7 @@ from megatron.core.transformer.config.stages import (
     overlap_f_b_problems,
 )
 from megatron.core.transformer.norm import NORMS
+from megatron.core.transformer.yarn import derive_yarn
 from megatron.core.utils import best_divisor
 
 
@@ -253,6 +254,7 @@ def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 _DERIVATIONS: tuple[Callable[[Any], None], ...] = (
     derive_virtual_stages,
     derive_shape,
+    derive_yarn,
     derive_maximal_update,
     derive_initialization,
     derive_recompute,
@@ -318,7 +320,8 @@ class TransformerConfig(
             kinds = chain(self.layer_kinds(), *self.prediction_kinds())
             checks = [split_problems, context_parallel_problems, view_problems]
             checks.append(shared_key_value_problems)
-            checks += [sparse_attention_problems] if any(kind.is_sparse for kind in kinds) else []
+            if any(kind.is_sparse or kind.is_compressed for kind in kinds):
+                checks.append(sparse_attention_problems)
             problems += chain.from_iterable(check(self) for check in checks)
         raise_together(problems, summary=type(self).__name__)
         warn_of_unused_settings(self)
@@ -384,10 +387,17 @@ class TransformerConfig(
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""
         kinds = self.kinds_of_layers(self.layers_with_experts(self.num_layers))
-        return tuple(
-            replace(kind, shares_keys=kind.is_sparse and self.shares_keys(number))
-            for number, kind in enumerate(kinds, 1)
-        )
+        found = []
+        for number, kind in enumerate(kinds, 1):
+            ratio = self.compress_ratio(number) if kind.is_compressed else 0
+            shares_keys = kind.is_sparse and self.shares_keys(number)
+            chooses = ratio == self.csa_indexed_ratio
+            found.append(
+                replace(
+                    kind, shares_keys=shares_keys, compress_ratio=ratio, chooses_entries=chooses
+                )
+            )
+        return tuple(found)
 
     def is_reordered(self, layer_number: int) -> bool:
         """Whether a layer norms the outputs of its branches instead of their inputs."""

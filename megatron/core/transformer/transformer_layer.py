@@ -40,6 +40,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.per_layer_embedding import PerLayerInput, layer_scalar
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.torch_norm import Normed, normed_branch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -202,6 +203,7 @@ class TransformerLayer(GraphableMegatronModule):
         sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
         *,
+        token_ids: Tensor | None = None,
         chosen_keys: dict[int, Tensor] | None = None,
         keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
         vectors_of_layers: Tensor | None = None,
@@ -214,6 +216,7 @@ class TransformerLayer(GraphableMegatronModule):
         Args:
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
+            token_ids: int64 [b, s/cp], for layers that are routed by them (`moe_n_hash_layers`).
             chosen_keys, keys_values: keys chosen, and keys and values computed, by earlier layers
                 of this pass; see `SparseAttention.forward` and `Attention.forward`.
             vectors_of_layers: [s, b, L, p], see `PerLayerEmbedding`.
@@ -247,7 +250,11 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             if self.has_mlp:
                 mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
-                options = {"padding_mask": padding_mask, "packed_seq_params": packed_seq_params}
+                options = {
+                    "padding_mask": padding_mask,
+                    "packed_seq_params": packed_seq_params,
+                    "token_ids": token_ids,
+                }
                 hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
             if vectors_of_layers is not None:
                 own = vectors_of_layers[:, :, self.layer_number - 1]
@@ -307,7 +314,7 @@ class TransformerLayer(GraphableMegatronModule):
         )
         return not is_apart and norm.adds(residual)
 
-    def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> _Normed:
+    def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> Normed:
         """Return the norm of a branch's input.
 
         Args:
@@ -319,9 +326,9 @@ class TransformerLayer(GraphableMegatronModule):
 
         if recomputes and self.training:
             dropped = CheckpointWithoutOutput()
-            return _Normed(dropped.checkpoint(for_branch, x), None, dropped)
+            return Normed(dropped.checkpoint(for_branch, x), None, dropped)
         output = norm(x)
-        return _Normed(in_compute_dtype(output, self.config), output, None)
+        return Normed(in_compute_dtype(output, self.config), output, None)
 
     def _streams(self, hidden_states: Tensor, name: str) -> tuple[Tensor, Tensor | Residual]:
         """Return the input of a branch, and the residual that its output is added to."""
@@ -330,7 +337,7 @@ class TransformerLayer(GraphableMegatronModule):
         found: tuple[Tensor, Residual] = getattr(self, name)(hidden_states)
         return found
 
-    def _residual(self, hidden_states: Tensor | Residual, normed: _Normed) -> Tensor | Residual:
+    def _residual(self, hidden_states: Tensor | Residual, normed: Normed) -> Tensor | Residual:
         """Return the residual that a branch is added to."""
         residual = hidden_states
         if isinstance(residual, Residual):
@@ -353,7 +360,7 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
         if self.norms_outputs:
-            output = _normed_branch(self.post_self_attn_layernorm, *output)
+            output = normed_branch(self.post_self_attn_layernorm, *output)
         residual = self._residual(residual, normed)
         added, norm_of_sum = self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
         return added, normed.output if self.config.share_parallel_norm else norm_of_sum
@@ -389,7 +396,7 @@ class TransformerLayer(GraphableMegatronModule):
                     self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
                 )
         else:
-            normed = _Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
+            normed = Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
@@ -399,7 +406,7 @@ class TransformerLayer(GraphableMegatronModule):
             output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
         if self.norms_outputs:
-            output = _normed_branch(self.post_mlp_layernorm, *output)
+            output = normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -422,25 +429,3 @@ class TransformerLayer(GraphableMegatronModule):
         renames = self.submodules_config.sharded_state_dict_keys_map
         replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
         return declared
-
-
-@dataclass(frozen=True)
-class _Normed:
-    """The norm of a branch's input.
-
-    `branch` is in the compute dtype; `output` is the norm's own output, None if it may be dropped.
-    """
-
-    branch: Tensor
-    output: Tensor | None
-    dropped: CheckpointWithoutOutput | None
-
-    def drop_after(self, used: Tensor) -> None:
-        """Free the norm's output, if it may be dropped, after `used` was computed from it."""
-        if self.dropped is not None:
-            self.dropped.discard_output_and_register_recompute(used)
-
-
-def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-    """Return the norm of a branch's output, its bias included."""
-    return norm(output if bias is None else output + bias), None

@@ -10,6 +10,7 @@ Scores are scaled up a little, because more keys compete.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,3 +84,28 @@ def yarn_softmax_scale(
     """
     of_all = yarn_attention_factor(factor, strength_of_all)
     return float(head_dim**-0.5 * (yarn_attention_factor(factor, strength) / of_all) ** 2)
+
+
+_NAMES_OF_DECODERS = {
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""Megatron's names on configs of decoders without latent attention -> the fields."""
+
+
+def derive_yarn(config: Any) -> None:
+    """Read YaRN's settings under the names of `_NAMES_OF_DECODERS`, and derive the softmax scale.
+
+    Subclasses of Megatron-Bridge define these names; None counts as absent.
+    """
+    factor = getattr(config, "yarn_rotary_scaling_factor", None)
+    if factor is None:
+        return
+    given = {ours: getattr(config, name, None) for name, ours in _NAMES_OF_DECODERS.items()}
+    vars(config).update({name: value for name, value in given.items() if value is not None})
+    if config.softmax_scale is None:
+        strengths = [getattr(config, f"yarn_{name}", None) for name in ("mscale", "mscale_all_dim")]
+        known = () if None in strengths else strengths
+        config.softmax_scale = yarn_softmax_scale(config.kv_channels, factor, *known)

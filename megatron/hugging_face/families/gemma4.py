@@ -72,7 +72,11 @@ def _settings(config: ConfigFields) -> ModelDescription:
     blocks = [
         {
             "attention": ({} if is_local[n] else of_full)
-            | {_SIZES[name]: size for name, size in own.get(str(n), {}).items()},
+            | {
+                _SIZES[name]: size
+                for name, size in own.get(str(n), {}).items()
+                if size != getattr(model, _SIZES[name])
+            },
             "ffn": {"ffn_hidden_size": 2 * model.ffn_hidden_size}
             if is_wide and model.shares_key_value(n + 1)
             else {},

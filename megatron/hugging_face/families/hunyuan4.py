@@ -72,7 +72,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _turned(settings: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
-    """Exchange the channels of a head that do not rotate, which come first here, and the others.
+    """Exchange the channels of a head that rotate and the others, which are first here.
 
     All heads and the key have the same order of channels, so the scores do not depend on it.
     """

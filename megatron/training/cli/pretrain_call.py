@@ -1,4 +1,4 @@
-"""The arguments of `pretrain`: what a training script passes."""
+"""The arguments of `pretrain`: the functions of a training script."""
 
 from __future__ import annotations
 

@@ -131,6 +131,8 @@ def _parallelism(draft: Draft) -> None:
     tp = asked.tensor_model_parallel_size
     if tp == 1:
         draft.set("tp 1 splits no sequence", sequence_parallel=False)
+    if asked.batch_invariant_mode:
+        draft.set("--batch-invariant-mode", layout_invariant_mode=True)
     if asked.expert_tensor_parallel_size is None:
         draft.set(expert_tensor_parallel_size=tp)
     chunks, formula = _virtual_stages(draft.run)

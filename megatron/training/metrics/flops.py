@@ -44,7 +44,7 @@ def forward_flops_per_token(size: ModelSize) -> float:
         if kind.is_sparse:
             scores += _sparse_scores(own, kind)
         elif kind.attends:
-            scores += _keys(own, layer) * own.score_width
+            scores += _keys(own, layer) * own.score_width + _entry_scores(own, kind)
     products += depths * 2 * h**2  # a depth joins two inputs
     products += (1 + depths) * size.head_matrix + size.has_word_head * h**2
     return 2 * (products + scores)
@@ -68,6 +68,18 @@ def _sparse_scores(size: ModelSize, kind: LayerKind) -> float:
     indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
     indexed = 0.0 if kind.shares_keys else mean_keys(size.seq_length, size.window) * indexer
     return mean_keys(size.seq_length, config.dsa_indexer_topk) * size.score_width + indexed
+
+
+def _entry_scores(size: ModelSize, kind: LayerKind) -> float:
+    """Return the products of a query with chosen entries, and of an indexer with all entries."""
+    if not kind.compress_ratio:
+        return 0.0
+    config, count = size.config, size.seq_length // kind.compress_ratio
+    if not kind.chooses_entries:
+        return mean_keys(count) * size.score_width
+    indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
+    chosen = mean_keys(count, config.dsa_indexer_topk)
+    return chosen * size.score_width + mean_keys(count) * indexer
 
 
 def _two_stacks(size: ModelSize) -> float:

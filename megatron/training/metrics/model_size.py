@@ -162,19 +162,30 @@ class ModelSize:
         heads, rank = config.num_attention_heads, config.q_lora_rank
         queries = heads * self.qk_head
         queries = h * rank + rank * queries if rank else h * queries
+        if config.has_compressed_attention:
+            back = config.o_lora_rank * (self.attention_width + config.o_groups * h)
+            return queries + h * config.kv_lora_rank + back
         keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
         gates = self.attention_width if config.mla_gate_by_channel else heads
         gates *= h * config.attention_output_gate
         return queries + keys + values + gates + back
 
+    def _compressor_width(self, kind: LayerKind) -> int:
+        """Channels that compressors weigh and sum, also the compressor of an indexer."""
+        indexed = kind.chooses_entries * (self.config.dsa_indexer_head_dim or 0)
+        return (kind.compress_ratio > 0) * (1 + kind.chooses_entries) * (self.qk_head + indexed)
+
     def _indexer_matrices(self, kind: LayerKind) -> int:
-        """Elements of the projections of an indexer to queries, a key and weights."""
-        if not kind.is_sparse or kind.shares_keys:
-            return 0
-        config = self.config
+        """Elements of the projections of compressors, and of an indexer to queries, a key and
+        weights."""
+        config, h = self.config, self.config.hidden_size
+        compressors = 2 * h * self._compressor_width(kind)
+        if not kind.has_indexer:
+            return compressors
         heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
-        return (config.q_lora_rank or 0) * heads * width + config.hidden_size * (width + heads)
+        keys = kind.is_sparse * width
+        return compressors + (config.q_lora_rank or 0) * heads * width + h * (keys + heads)
 
     @property
     def expert_width(self) -> int:
@@ -270,9 +281,14 @@ class ModelSize:
             count += self._attention_parameters
         elif kind.is_recurrent:
             count += self._mixer(kind).parameters(config.hidden_size)
-        if kind.is_sparse and not kind.shares_keys:
-            norm = NORMS["LayerNorm"].sizes(config.dsa_indexer_head_dim or 0)
-            count += self._indexer_matrices(kind) + sum(norm.values())
+        indexed = config.dsa_indexer_head_dim or 0
+        if kind.is_sparse and kind.has_indexer:
+            count += sum(NORMS["LayerNorm"].sizes(indexed).values())
+        if kind.compress_ratio:
+            count += kind.compress_ratio * self._compressor_width(kind) + self._norm(self.qk_head)
+            count += self._norm(indexed) if kind.chooses_entries else 0
+        if kind.attends:
+            count += self._indexer_matrices(kind)
         if kind.has_cross_attention:
             count += self._attention_parameters + self._norm()
         if kind.mlp == DENSE:

@@ -8,7 +8,9 @@ from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import MegatronError, TopologyError
 from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.topology.rank_grid import nested_sizes
+from megatron.core.transformer.config.layer_kinds import SPARSE_ATTENTION
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
@@ -19,6 +21,9 @@ from megatron.training.setup.stages import planned_layout
 
 _VECTOR = 32
 """Elements of 16 bits in 64 bytes, the widest vector of a processor."""
+_ADAM_VECTOR = 8
+"""Elements that torch's fused update of Adam computes at a time on a CPU; a remainder of fewer
+elements is rounded differently."""
 
 
 @rule
@@ -216,17 +221,23 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
     if not parallel.layout_invariant_mode or not has_sizes(run):
         return
     units, tp = parallel.layout_invariant_tensor_units, parallel.tensor_model_parallel_size
-    if units & (units - 1) or units % tp:
+    if not _is_power_of_two(units) or units % tp:
         yield problem(
             f"--layout-invariant-tensor-units {units} with --tensor-model-parallel-size {tp}.",
             "a rank holds a subtree of the units, whose number is a power of two",
             fix=f"use --layout-invariant-tensor-units {max(8, 1 << (tp - 1).bit_length())}",
         )
         return
+    config = run.transformer_config
+    shared = config.moe_shared_expert_intermediate_size
     widths = {
         "--hidden-size": (model.hidden_size, 1),
-        "--ffn-hidden-size": (run.transformer_config.ffn_hidden_size, units),
-        "--kv-channels": (run.transformer_config.kv_channels, 1),
+        "--ffn-hidden-size": (config.ffn_hidden_size, units),
+        "--kv-channels": (config.kv_channels, 1),
+        "--v-channels": (config.v_channels, 1),
+        "--per-layer-embed-dim": (config.per_layer_embed_dim, 1),
+        "--moe-shared-expert-intermediate-size": (shared, units),
+        "--moe-ffn-hidden-size": (config.num_moe_experts and config.moe_ffn_hidden_size, units),
     }
     for flag, (width, pieces) in widths.items():
         if (width or 0) % (_VECTOR * pieces):
@@ -239,6 +250,17 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
                 if pieces > 1
                 else f"use a multiple of {_VECTOR}",
             )
+    heads = run.transformer_config.num_attention_heads
+    has_sinks = run.transformer_config.softmax_type == "learnable"
+    if has_sinks and heads >= _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
+        yield problem(
+            f"--softmax-type learnable with --num-attention-heads {heads}.",
+            "with --layout-invariant-mode each unit has a multiple of"
+            f" {_ADAM_VECTOR} learned sinks, one for each head",
+            "--layout-invariant-mode",
+            "--layout-invariant-tensor-units",
+            fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
+        )
     groups = model.num_query_groups if model.group_query_attention else None
     if groups and groups % tp:
         yield problem(
@@ -246,4 +268,104 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             "with --layout-invariant-mode one rank holds the keys and values of a group",
             "--layout-invariant-mode",
             fix=f"use a tensor-parallel size that divides {groups}",
+        )
+
+
+@rule
+def units_of_the_sequence_fit(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the sequence into the units of each rank."""
+    parallel, length = run.parallelism, run.model.seq_length
+    if not parallel.layout_invariant_mode or not has_sizes(run):
+        return
+    units, cp = parallel.layout_invariant_sequence_units, parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    flag = "--layout-invariant-sequence-units"
+    if units < 1 or (units > 1 and units % 2):
+        yield problem(
+            f"{flag} {units}.",
+            "the first and the last unit are a pair, as are the second and the last but one",
+            fix=f"use {flag} {max(units + 1, 2)}",
+        )
+    elif cp > 1 and (units % (2 * cp) or not _is_power_of_two(units // (2 * cp))):
+        fitting = 2 * cp
+        while fitting < units:
+            fitting *= 2
+        yield problem(
+            f"{flag} {units} with --context-parallel-size {cp}.",
+            "a rank holds 2, 4, 8 ... units of the sequence; the run in one process needs the same"
+            " number of units",
+            "--context-parallel-size",
+            fix=f"use {flag} {fitting}",
+        )
+    elif length and length % units:
+        yield problem(
+            f"--seq-length {length} with {flag} {units}.",
+            "all units of a sequence have the same length",
+            flag,
+            fix=f"use --seq-length {-(-length // units) * units}",
+        )
+    elif length and run.transformer_config.num_moe_experts and length % (cp * tp):
+        yield problem(
+            f"--seq-length {length} with --tensor-model-parallel-size {tp} and --num-experts.",
+            "with --layout-invariant-mode the ranks of a sequence send equally many tokens",
+            "--layout-invariant-mode",
+            "--context-parallel-size",
+            fix=f"use --seq-length {-(-length // (cp * tp)) * cp * tp}",
+        )
+
+
+@rule
+def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the mixers other than attention into units."""
+    parallel = run.parallelism
+    if not parallel.layout_invariant_mode or not has_sizes(run):
+        return
+    config, units = run.transformer_config, parallel.layout_invariant_tensor_units
+    kinds = config.layer_kinds()
+    for name in sorted({kind.mixer for kind in kinds if kind.is_recurrent or kind.is_sparse}):
+        reason = ""
+        if name == SPARSE_ATTENTION:
+            reason = "the chosen keys have no products in units"
+        elif parallel.sequence_units > 1:
+            reason = "the recurrence over a sequence is not cut into units"
+        else:
+            sizes = RECURRENT_MIXERS[name].sizes_of(config)
+            if any(n % (units * _ADAM_VECTOR) for n in (sizes.num_heads, sizes.channels)):
+                reason = (
+                    f"the {sizes.num_heads} heads and {sizes.channels} channels of the convolution"
+                    f" are not multiples of {units * _ADAM_VECTOR}, {_ADAM_VECTOR} in each unit"
+                )
+        if reason:
+            yield problem(
+                f"--layout-invariant-mode with layers of {name}.",
+                reason,
+                "--layout-invariant-mode",
+                "--hybrid-layer-pattern",
+                "--experimental-attention-variant",
+                fix="drop --layout-invariant-mode",
+            )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+@rule
+def units_have_equal_parts_of_latent_heads(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that --layout-invariant-mode can cut the projections of latent attention."""
+    if not run.parallelism.layout_invariant_mode or not has_sizes(run):
+        return
+    config = run.transformer_config
+    if not config.multi_latent_attention:
+        return
+    heads, units = config.num_attention_heads, config.tensor_units
+    d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    gate = 1 if config.attention_output_gate else units
+    if any(heads * width % units for width in (d + p, d + e, e, gate)):
+        yield problem(
+            f"--num-attention-heads {heads} with --layout-invariant-tensor-units {units}.",
+            "with --layout-invariant-mode each unit has equally many channels of latent attention"
+            " and of its gate",
+            "--multi-latent-attention",
+            fix=f"use a multiple of {units} heads, or fewer units",
         )

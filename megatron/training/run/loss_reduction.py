@@ -31,8 +31,8 @@ Report = Mapping[str, Any]
 class DeferredLosses:
     """The reports of one rank, on its device.
 
-    names: in the order of the reports; flat: fp32 [micro batches * names, 2] of (sum, count), None
-    except on the last stage.
+    names: in the order of the reports; flat: fp32 or fp64 [micro batches * names, 2] of (sum,
+    count), None except on the last stage.
     """
 
     num_microbatches: int
@@ -109,7 +109,9 @@ def _pair(name: str, value: Any) -> Tensor:
     """Return (sum, count) as a tensor [2]; a mean has the count 1."""
     try:
         if isinstance(value, Tensor):
-            parts = value.detach().reshape(-1).float()
+            parts = value.detach().reshape(-1)
+            # Exact sums of `layout_invariant_mode` are fp64.
+            parts = parts if parts.dtype == torch.float64 else parts.float()
         else:
             several = value if isinstance(value, (tuple, list)) else (value,)
             parts = torch.tensor([float(part) for part in several])

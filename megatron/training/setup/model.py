@@ -78,7 +78,7 @@ def build_model(
     chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
     if run.lora.lora_rank is not None:
         add_adapters(chunks, run.lora, groups)
-    _announce_size(chunks, groups)
+    announce_size(chunks, groups)
     _announce_kernels(run, config)
     chunks = move_and_convert(run, chunks)
     return wrap_for_data_parallelism(run, chunks, groups) if wrap_with_ddp else chunks
@@ -199,12 +199,12 @@ def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
     return provider(**{name: value for name, value in options.items() if name in known})
 
 
-def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> None:
+def announce_size(chunks: list[nn.Module], pg_collection: ProcessGroupCollection) -> None:
     """Print the number of parameters of this model-parallel rank, once per replica."""
-    if groups.dp_cp.rank() != 0:
+    if pg_collection.dp_cp.rank() != 0:
         return
     count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    place = f"({groups.tp.rank()}, {groups.pp.rank()})"
+    place = f"({pg_collection.tp.rank()}, {pg_collection.pp.rank()})"
     print(
         f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}",
         flush=True,

@@ -11,13 +11,16 @@ from megatron.training.config.resolved import ResolvedRun
 def is_dataset_built_on_rank(run: ResolvedRun, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
-    The first stage needs tokens. The last stage, and stages of multi-token prediction, need labels.
+    The first stage needs tokens, and with hash layers every stage. The last stage, and stages of
+    multi-token prediction, need labels.
     Every stage needs document masks (--reset-attention-mask, --sft), the position of padding, and
     the packing of dynamic context parallelism.
     """
     is_padded = run.encoders.traits.is_padded
     is_packed = run.parallelism.hybrid_context_parallel
     if run.data.reset_attention_mask or run.data.sft or is_padded or is_packed:
+        return True
+    if run.transformer_config.moe_n_hash_layers:
         return True
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()

@@ -220,7 +220,8 @@ class RankUnderTest:
         found = []
         for chunk in range(num_chunks):
             place = (pp_rank, chunk if num_chunks > 1 else None)
-            reads = layout.reads_tokens(*place)
+            is_hashed = run.transformer_config.moe_n_hash_layers > 0
+            reads = is_hashed or layout.reads_tokens(*place)
             found.append(SyntheticBatches(run, vocab_size) if reads else None)
         return found if num_chunks > 1 else found[0]
 

@@ -1,7 +1,7 @@
 """Recipes of megatron-bridge, cut down to what a CPU trains in seconds.
 
 What is changed in them is said here, and nothing else: sizes, the number of steps, fp32 (so that
-losses of several layouts can be compared), gloo, and no files.
+losses of several layouts can be compared), gloo, no CUDA graphs, and no files.
 """
 
 import contextlib
@@ -74,9 +74,11 @@ def _cut_down(config: Any, layout: dict[str, int]) -> None:
     model.seq_length = config.dataset.seq_length = S
     model.vocab_size = V
     model.use_cpu_initialization = True
+    model.cuda_graph_impl = "none"
     config.tokenizer.tokenizer_type = "NullTokenizer"
     config.tokenizer.tokenizer_model = None
     config.tokenizer.vocab_size = V
+    config.tokenizer.use_tokenizer_vocab_size = False  # its padding depends on the layout
     config.dataset.num_workers = 0
     config.train.train_iters = NUM_STEPS
     config.train.global_batch_size, config.train.micro_batch_size = 4, 1

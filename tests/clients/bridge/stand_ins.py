@@ -1,9 +1,9 @@
-"""What megatron-bridge imports and does not need on the CPU: empty modules, and CUDA's calls.
+"""Empty modules for the imports of megatron-bridge that it does not need on the CPU; CUDA's calls.
 
-The modules are those of Transformer Engine, ModelOpt, NVIDIA's resiliency extension and
-megatron-energon. A class of theirs can be named, derived from, asked for with `isinstance`
-and built, and does nothing; calling a function of theirs is an error,
-but for `NOTHING_TO_DO`. Run it in a process of its own: it changes torch.
+The modules belong to Transformer Engine, ModelOpt, NVIDIA's resiliency extension, megatron-energon
+and diffusers. Code can import, derive from and build their classes, which do nothing. A call of
+their functions is an error, except for `ANSWERS`. `install` changes torch: run it in a process of
+its own.
 """
 
 import functools
@@ -17,7 +17,13 @@ import torch
 from tests.gpu_without_gpu.cuda_calls import compute_cuda_calls_on_host
 
 MODULES = [
+    "diffusers.models.attention",
+    "diffusers.models.embeddings",
+    "diffusers.schedulers.scheduling_unipc_multistep",
+    "megatron.energon.epathlib.epath",
     "megatron.energon.flavors.base_dataset",
+    "megatron.energon.flavors.webdataset.base_webdataset",
+    "megatron.energon.task_encoder.base",
     "megatron.energon.task_encoder.cooking",
     "modelopt.torch.distill.plugins.megatron",
     "modelopt.torch.opt.plugins",
@@ -28,11 +34,18 @@ MODULES = [
 ]
 
 
-NOTHING_TO_DO = {
+def _decorate_nothing(decorated: Any = None, **_: object) -> Any:
+    return decorated or _decorate_nothing
+
+
+ANSWERS = {
     # A model that is not distilled needs no other shapes between stages.
-    "modelopt.torch.distill.plugins.megatron.get_tensor_shapes_adjust_fn_for_distillation",
+    "modelopt.torch.distill.plugins.megatron.get_tensor_shapes_adjust_fn_for_distillation": (
+        lambda *_, **__: None
+    ),
+    "megatron.energon.task_encoder.base.stateless": _decorate_nothing,
 }
-"""Functions that are called in any case, and whose answer is None."""
+"""Functions that are called in any case, and what they do instead."""
 
 
 class _EmptyModule(types.ModuleType):
@@ -58,11 +71,9 @@ def _class_of(name: str) -> type:
 
 def _function_of(name: str) -> Any:
     def absent(*_: object, **__: object) -> None:
-        if name in NOTHING_TO_DO:
-            return
         raise NotImplementedError(f"{name} has no stand-in")
 
-    return absent
+    return ANSWERS.get(name, absent)
 
 
 def _of_dense_parts(scatter: Any) -> Any:
@@ -79,7 +90,18 @@ def _of_dense_parts(scatter: Any) -> Any:
 @functools.cache
 def install() -> None:
     """Put the modules where imports look for them; call it before the library is imported."""
-    import megatron.core.extensions.transformer_engine  # noqa: F401  looks for the real library
+    from megatron.core.extensions import transformer_engine  # looks for the real library
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import backend
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # Specs of the library for single models name these classes; others take the local ones anyway.
+    transformer_engine.TEColumnParallelLinear = ColumnParallelLinear
+    transformer_engine.TERowParallelLinear = RowParallelLinear
+    transformer_engine.TELayerNormColumnParallelLinear = backend.TELayerNormColumnParallelLinear
+    transformer_engine.TEDotProductAttention = DotProductAttention
+    transformer_engine.TENorm = WrappedTorchNorm
 
     compute_cuda_calls_on_host()
     torch.distributed.scatter = _of_dense_parts(torch.distributed.scatter)

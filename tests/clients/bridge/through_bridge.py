@@ -15,6 +15,10 @@ from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v3, yarn")
+ON_ONE_RANK = (
+    "mistral", "gemma", "glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3", "olmoe", "gpt_oss",
+    "qwen3_5",
+)  # fmt: skip
 LAYOUTS = ({}, {"tp": 2}, {"pp": 2})
 WITH_EXPERTS = ({"ep": 2, "expt_tp": 1},)
 
@@ -34,6 +38,7 @@ def through_bridge(_groups, directory, layout):
     provider.expert_model_parallel_size = layout.get("ep", 1)
     provider.expert_tensor_parallel_size = layout.get("expt_tp")
     provider.params_dtype = provider.pipeline_dtype = torch.float32
+    provider.bf16 = False
     provider.finalize()
     models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     with torch.no_grad():
@@ -47,7 +52,8 @@ def through_bridge(_groups, directory, layout):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [(family, layout) for family in FAMILIES for layout in LAYOUTS]
-    + [(family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in WITH_EXPERTS],
+    + [(family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in WITH_EXPERTS]
+    + [(family, {}) for family in ON_ONE_RANK],
     ids=str,
 )
 def test_a_model_keeps_its_logits_and_weights(family, layout, tmp_path: Path):

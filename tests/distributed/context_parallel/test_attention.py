@@ -5,6 +5,7 @@ import torch
 
 from megatron.core.context_parallel.attention import (
     ContextParallelGroups,
+    attend_in_units,
     context_parallel_attention,
 )
 from megatron.core.context_parallel.partition import shard_sequence
@@ -57,14 +58,25 @@ def output_and_gradients(groups, cp_comm_type, case):
         tensor.requires_grad_()
     context = ContextParallelGroups(groups.cp, groups.hcp)
     with rng_state().in_scope("test"):
-        out = context_parallel_attention(
-            **tensors, options=options, cp_comm_type=cp_comm_type, groups=context
-        )
+        if cp_comm_type == UNITS:
+            out = attend_in_units(
+                **tensors, options=options, group=groups.cp, num_units=8 // size, attend=attend
+            )
+        else:
+            out = context_parallel_attention(
+                **tensors, options=options, cp_comm_type=cp_comm_type, groups=context
+            )
     out.backward(grad)
     found = {name: tensor.grad for name, tensor in tensors.items()} | {"output": out.detach()}
     return found, None if options.sink is None else options.sink.grad
 
 
+def attend(kernel, *arguments):
+    """Attend with all heads at once."""
+    return kernel(*arguments)
+
+
+UNITS = "units of the sequence"
 CAUSAL, WINDOW, EVERYTHING = (-1, 0), (13, 0), (-1, -1)
 CASES = {
     "causal": (4, 4, CAUSAL, False, 0.0, False),
@@ -116,3 +128,20 @@ def test_half_precision_is_merged_in_full(cp_comm_type, layout):
     """
     case = (4, 2, CAUSAL, True, 0.0, False, torch.bfloat16)
     assert_equals_whole(cp_comm_type, layout, case, BF16_WHOLE_MODEL)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", list(CASES))
+def test_units_of_the_sequence_have_the_same_bits_on_any_number_of_ranks(case):
+    one = ProcessGroupCollection.single()
+    expected, expected_sink = output_and_gradients(one, UNITS, CASES[case])
+    usual, usual_sink = output_and_gradients(one, "p2p", CASES[case])
+    for name, whole in usual.items():
+        assert_close(expected[name], whole, FP32_REORDERED_SUM, name)
+    if usual_sink is not None:
+        assert_close(expected_sink, usual_sink, FP32_REORDERED_SUM, "gradient of the sink")
+    for size in (2, 4):
+        results = run_distributed(output_and_gradients, size, UNITS, CASES[case], cp=size)
+        for rank, (found, _) in enumerate(results):
+            for name, whole in expected.items():
+                assert torch.equal(found[name], shard_sequence(whole, 0, rank, size)), name

@@ -14,7 +14,7 @@ from megatron.core.context_parallel.attention import (
 )
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
-from megatron.core.ssm.recurrent_mixer import SequencePieces
+from megatron.core.ssm.sequence_pieces import SequencePieces
 from megatron.core.transport import collectives
 from tests.harness.distributed import run_distributed
 

@@ -10,7 +10,7 @@ from megatron.core.context_parallel.partition import shard_sequence
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm import recurrent_mixer
+from megatron.core.ssm import sequence_pieces
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.distributed import run_distributed
@@ -74,13 +74,13 @@ def test_outputs_and_gradients_are_those_of_one_process(variant, cp, length, doc
 
 def gathered_bytes(groups, variant, length):
     """Return the bytes that this rank gives to each gather of a forward pass."""
-    found, gather = [], recurrent_mixer.gather_from_sequence_parallel_region
+    found, gather = [], sequence_pieces.gather_from_sequence_parallel_region
 
     def counting(x, **options):
         found.append(x.nbytes)
         return gather(x, **options)
 
-    with patch.object(recurrent_mixer, "gather_from_sequence_parallel_region", counting):
+    with patch.object(sequence_pieces, "gather_from_sequence_parallel_region", counting):
         outputs_and_gradients(groups, variant, length, None, 4)
     return found
 

@@ -124,6 +124,14 @@ MODELS: dict[str, Model] = {
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
     ),
+    "keys and values of an earlier layer": Model(
+        _ALL, {**_GATED, "num_query_groups": 4, "qk_layernorm": True, "v_l2_norm": True,
+               "attention_k_eq_v": True, "num_kv_shared_layers": 1, "per_layer_embed_dim": 6,
+               "layer_scalar": True, "sandwich_norm": True},
+    ),
+    "keys and values of an earlier layer, fewer than ranks": Model(
+        ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "num_kv_shared_layers": 1}
+    ),
     "norms across heads": Model(
         ("ring", "heads", "plain"),
         {**_RMS, "num_query_groups": 4, "qk_layernorm": True, "qk_layernorm_across_heads": True},
@@ -163,6 +171,14 @@ MODELS: dict[str, Model] = {
         {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
          "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
          "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
+        is_packed=True,
+    ),
+    "compressed attention": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_RMS, **_LATENT, "kv_lora_rank": 10, "v_head_dim": 10, "window_size": (4, 0),
+         "experimental_attention_variant": "dsv4_hybrid", "csa_compress_ratios": [2, 3],
+         "csa_indexed_ratio": 2, "o_groups": 2, "o_lora_rank": 6, "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 3, "dsa_indexer_loss_coeff": 2.0},
         is_packed=True,
     ),
     "hyper-connections": Model(

@@ -53,14 +53,21 @@ MODULES_ELSEWHERE = {
 """Class of a module in `megatron.core` that no model here has -> why."""
 _INTEGERS = "exchanges integers, which have no gradient"
 _BITS = "tests/parity/test_same_bits.py compares the bits of its layouts with one process"
+_LOG_PROBS = "tests/parity/test_same_log_probs.py compares the bits of its layouts"
 SITES_ELSEWHERE = {
     "low_precision.quantized_linear:QuantizedLinear.context": _INTEGERS,
+    "context_parallel.attention:_KeysOfUnits.backward": _BITS,
+    "context_parallel.attention:_KeysOfUnits.forward": _BITS,
     "tensor_parallel.cross_entropy:_UnitCrossEntropy.forward": _BITS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
+    "tensor_parallel.unit_products:_Copies.backward": _BITS,
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
+    "tensor_parallel.vocab_parallel_softmax:log_sum_of_units": _LOG_PROBS,
     "transformer.moe.token_dispatcher:StaticPlan.of": _INTEGERS,
     "transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch": _INTEGERS,
     "transformer.moe.token_dispatcher:_ExchangePlan.of": _INTEGERS,
+    "transformer.moe.unit_dispatcher:_Exchange.exchange": _BITS,
+    "transformer.moe.unit_dispatcher:_Exchange.of": _INTEGERS,
 }
 """Function in `megatron.core` none of whose collectives a model here runs -> why."""
 

@@ -51,6 +51,14 @@ FAMILIES = {
         "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
     },
+    "compressed attention": {
+        "normalization": "RMSNorm", "multi_latent_attention": True, "qk_layernorm": True,
+        "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 10, "add_bias_linear": False, "window_size": (4, 0),
+        "experimental_attention_variant": "dsv4_hybrid", "csa_compress_ratios": [4, 3],
+        "o_groups": 4, "o_lora_rank": 6, "softmax_type": "learnable", "dsa_indexer_n_heads": 6,
+        "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 2, "dsa_indexer_loss_coeff": 2.0,
+    },
     "hyper-connections": {
         "normalization": "RMSNorm", "enable_mhc_connections": True, "mhc_num_residual_streams": 3,
         "mhc_init_gating_factor": 0.5, "mhc_learned_contraction": True,
@@ -109,6 +117,8 @@ CASES = [
     ("sparse attention", True, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",
     }),
+    ("compressed attention", False, 2, {"sequence_parallel": True}),
+    ("compressed attention", True, 4, {"recompute_granularity": "selective"}),
     ("hyper-connections", False, 2, {"mhc_sinkhorn_iterations": 0}),
     ("hyper-connections", True, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",

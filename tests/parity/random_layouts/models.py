@@ -183,6 +183,28 @@ def _is_sparse(s: Settings) -> bool:
     return s.get(_VARIANT) == "dsa"
 
 
+def _is_compressed(s: Settings) -> bool:
+    return s.get(_VARIANT) == "dsv4_hybrid"
+
+
+def _may_compress(s: Settings) -> bool:
+    others = without(_VARIANT, "qk-clip", "attention-output-gate", "attention-chunk-size",
+                     "no-rope-freq")  # fmt: skip
+    return "q-lora-rank" in s and others(s)
+
+
+def _has_indexer(s: Settings) -> bool:
+    return _is_sparse(s) or _is_compressed(s)
+
+
+def _ratios(num_layers: int) -> Option:
+    """Return the ratios of a model of so many layers."""
+    found = {str((ratios * num_layers)[:num_layers]).replace(" ", ""): 1
+             for ratios in ([4, 0, 3], [3, 4], [2])}  # fmt: skip
+    return Option("csa-compress-ratios", found,
+                  lambda s: _is_compressed(s) and s["num-layers"] == num_layers)  # fmt: skip
+
+
 def _may_share_keys(s: Settings) -> bool:
     """Stages begin with a layer that has an indexer only if a layout is made for it."""
     return _is_sparse(s) and "linear-attention-freq" not in s
@@ -197,7 +219,7 @@ def has_attention(s: Settings) -> bool:
     if letters := s.get("hybrid-layer-pattern"):
         return {"*", "-"} <= set(str(letters))
     frequency = s.get("linear-attention-freq")
-    return _VARIANT not in s or _is_sparse(s) or bool(frequency and frequency <= s["num-layers"])
+    return _VARIANT not in s or _has_indexer(s) or bool(frequency and frequency <= s["num-layers"])
 
 
 def _letters(letters: str) -> Option:
@@ -215,21 +237,29 @@ def _letters(letters: str) -> Option:
 
 MIXERS = (
     Option(_VARIANT, {None: 1, "dsa": 2}, given("q-lora-rank")),
+    Option(_VARIANT, {None: 1, "dsv4_hybrid": 1}, _may_compress),
+    *map(_ratios, (2, 3, 4, 6)),
+    Option("kv-lora-rank", {10: 1}, _is_compressed),
+    Option("v-head-dim", {10: 1}, _is_compressed),
+    Option("csa-indexed-ratio", {None: 2, 2: 1, 3: 1}, _is_compressed),
+    Option("csa-compress-rotary-base", {None: 1, 400: 1}, _is_compressed),
+    Option("o-groups", {4: 3, 2: 1}, _is_compressed),
+    Option("o-lora-rank", {6: 1, 8: 1}, _is_compressed),
     Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
-    Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _is_sparse),
-    Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _is_sparse),
-    Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _is_sparse),
+    Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _has_indexer),
+    Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _has_indexer),
+    Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _has_indexer),
     Option("dsa-indexer-topk-freq", {None: 2, 2: 1, 3: 1}, _may_share_keys),
     Option("dsa-indexer-skip-topk-offset", {1: 2, 2: 1}, given("dsa-indexer-topk-freq")),
-    Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _is_sparse),
-    switch("dsa-indexer-use-sparse-loss", 0.5, _is_sparse),
+    Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _has_indexer),
+    switch("dsa-indexer-use-sparse-loss", 0.5, _has_indexer),
     Option("dsa-indexer-k-norm-epsilon", {None: 3, 1e-6: 1}, _is_sparse),
     switch("dsa-indexer-k-norm-fp32", 0.3, _is_sparse),
     switch("dsa-indexer-rope-interleaved", 0.3, _is_sparse),
-    switch("no-dsa-indexer-scoring-relu", 0.2, _is_sparse),
+    switch("no-dsa-indexer-scoring-relu", 0.2, _has_indexer),
     Option("linear-attention-freq", {None: 4, 2: 1}, _is_sparse),
     Option("linear-attention-freq", {2: 3, 3: 1, None: 1},
-           lambda s: _VARIANT in s and not _is_sparse(s)),
+           lambda s: _VARIANT in s and not _has_indexer(s)),
     *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
                     "K-", "K*", "K-*E", "KGM-", "[*-]M-", "*E[ME]", "[*-][M-]")),
     # Odd ones, and of several chunks.
@@ -285,4 +315,7 @@ SIZES_BY_LAYER = tuple(
     for first, has_experts in ((0, False), (1, False), (0, True))
 )
 
-MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS, *SIZES_BY_LAYER)
+HASHED = Option("moe-n-hash-layers", {None: 4, 1: 1, 2: 1},
+                lambda s: "num-experts" in s and not _is_sinkhorn(s))  # fmt: skip
+
+MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS, *SIZES_BY_LAYER, HASHED)

@@ -30,44 +30,57 @@ SIZES = {
     "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "kv-channels": 32,
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
+MIXER_SIZES = {
+    "mamba-num-heads": 32, "mamba-head-dim": 8, "mamba-state-dim": 8,
+    "linear-num-value-heads": 32, "linear-key-head-dim": 8, "linear-value-head-dim": 8,
+}  # fmt: skip
+SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
+"""Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
-    "num-experts", "fp16", "context-parallel-size", "multi-latent-attention", "lora-rank",
-    "hybrid-layer-pattern", "experimental-attention-variant", "fp8-format", "fp4-format",
-    "use-torch-fsdp2", "hybrid-context-parallel", "qk-clip", "mtp-num-layers",
-    "enable-mhc-connections", "heterogeneous-layers-config-path",
+    "fp16", "lora-rank", "fp8-format", "fp4-format", "use-torch-fsdp2", "hybrid-context-parallel",
+    "qk-clip", "enable-mhc-connections", "heterogeneous-layers-config-path",
     "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
 LEFT_OUT = (
     "log-max-attention-logit", "mlp-chunks-for-training", "cross-entropy-loss-fusion",
     "cross-entropy-fusion-impl", "exp-avg-dtype", "exp-avg-sq-dtype", "attention-backend", "load",
-    "kv-channels", "num-query-groups", "group-query-attention", "rotary-percent",
+    "kv-channels", "v-channels", "num-query-groups", "group-query-attention", "rotary-percent",
+    "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "moe-expert-rank-capacity-factor",
+    "moe-pad-expert-input-to-capacity", "v-channels",
 )  # fmt: skip
-"""Settings that are dropped: the mode refuses them, they do not fit these sizes, or they start from
-another run."""
+"""Settings that are dropped: the mode refuses them, they do not fit these sizes, they start from
+another run, or they choose a kernel of other bits."""
 
 
 def case_of(drawn: Case) -> Case:
     """Return a drawn case with the mode, in sizes that are multiples of the units."""
     has_groups = "num-query-groups" in drawn.settings
     case = drawn.without(*LEFT_OUT)
-    for name, value in SIZES.items():
+    sizes = {name: value for name, value in MIXER_SIZES.items() if name in drawn.settings}
+    for name, value in (SIZES | sizes).items():
         case = case.with_value(name, value)
     if has_groups:
         groups = 4 if drawn.settings.get("tensor-model-parallel-size", 1) == 4 else 2
         case = case.with_value("group-query-attention", True)
         case = case.with_value("num-query-groups", groups)
+    cp = drawn.settings.get("context-parallel-size", 1)
+    case = case.with_value("layout-invariant-sequence-units", SEQUENCE_UNITS[cp])
+    for name in ("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
+        if name in case.settings:
+            case = case.with_value(name, 128)
     return replace(case, is_wide=False)
 
 
-def cases(seed: int, num: int) -> Iterator[Case]:
-    """Yield cases that the mode covers."""
+def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
+    """Yield cases that the mode covers; with the setting `having`, if it is given."""
     found = (
         case
         for drawn in draw_cases(seed, 100 * num)
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
         and not any(name in case.settings for name in NOT_COVERED)
+        and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):
         yield case_of(case)
@@ -93,6 +106,8 @@ class Flags:
     seed: int = 1
     num: int = 100
     """Number of cases."""
+    having: str | None = None
+    """Draw cases with this setting only."""
     seconds: float = 1e9
     """Start no case after this time."""
 
@@ -105,7 +120,7 @@ def main() -> int:
     begin, counts, refusals = time.monotonic(), Counter(), Counter()
     with tempfile.TemporaryDirectory() as folder:
         execution, of_one = Execution(Path(folder)), {}
-        for case in cases(flags.seed, flags.num):
+        for case in cases(flags.seed, flags.num, flags.having):
             if time.monotonic() - begin > flags.seconds:
                 break
             if str(case.serial) not in of_one:

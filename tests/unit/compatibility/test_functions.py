@@ -1,5 +1,6 @@
 """The functions behind Megatron's names do what the names promise."""
 
+import logging
 import math
 from datetime import timedelta
 
@@ -52,6 +53,7 @@ def test_a_rejected_result_ends_the_run_if_it_is_fatal_and_warns_if_not():
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     machine, wrong = get_rerun_state_machine(), torch.tensor(float("nan"))
+    machine.set_mode(machine.get_mode())  # as evaluation does
     machine.validate_result(torch.tensor(1.0), torch.isnan, "found NaN")
     with pytest.raises(NumericsError, match="found NaN: nan"):
         machine.validate_result(wrong, torch.isnan, "found NaN", tolerance=0.0, fatal=True)
@@ -491,3 +493,65 @@ def test_ranks_and_rows_are_those_that_the_launcher_and_the_flags_say(monkeypatc
     assert (safe_get_rank(), safe_get_world_size()) == (3, 8)
     assert calculate_padded_vocab_size(50257, 128, 2) == 50432
     assert apply_module(len) is len
+
+
+def test_ranks_before_the_connection_are_those_of_torchrun_or_of_the_slurm_job(monkeypatch):
+    from megatron.core import _slurm_utils
+    from megatron.core._rank_utils import safe_get_rank
+    from megatron.training.utils.common_utils import get_local_rank_preinit
+
+    for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert not _slurm_utils.is_slurm_job()
+    assert _slurm_utils.resolve_slurm_rank() is None
+    assert (safe_get_rank(), get_local_rank_preinit()) == (0, 0)
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    assert _slurm_utils.resolve_slurm_world_size() == 16
+    assert (safe_get_rank(), get_local_rank_preinit()) == (5, 2)
+    monkeypatch.setenv("RANK", "7")
+    assert safe_get_rank() == 7
+
+
+def test_logging_has_the_level_and_the_filters_that_are_requested(monkeypatch, tmp_path):
+    from megatron.training.utils import log_utils
+
+    root, ours = logging.getLogger(), logging.getLogger("megatron.of_this_test")
+    monkeypatch.setattr(root, "filters", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(root.manager, "loggerDict", {ours.name: ours})
+    monkeypatch.setenv("MEGATRON_LOGGING_LEVEL", "10")
+    log_utils.setup_logging(modules_to_filter=["noisy"])
+    assert root.level == ours.level == 10
+    warned = logging.LogRecord("megatron", logging.WARNING, "", 0, "", (), None)
+    noisy = logging.LogRecord("noisy.part", logging.ERROR, "", 0, "", (), None)
+    plain = logging.LogRecord("megatron", logging.INFO, "", 0, "", (), None)
+    assert [bool(ours.filter(record)) for record in (warned, noisy, plain)] == [False, False, True]
+    log_utils.append_to_progress_log(str(tmp_path / "new"), "Starting job")
+    assert "Starting job" in (tmp_path / "new/progress.txt").read_text()
+    log_utils.append_to_progress_log(None, "nowhere")
+
+
+def test_the_stage_of_further_predictions_follows_the_layout():
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+    shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    two_stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    assert get_mtp_ranks([0, 4], TransformerConfig(**shape, **two_stages)) == []
+    predicts = TransformerConfig(**shape, **two_stages, mtp_num_layers=1)
+    assert get_mtp_ranks([0, 4], predicts) == [4]
+
+
+def test_a_backends_classes_are_the_results_of_its_methods():
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    backend = LocalSpecProvider()
+    assert backend.column_parallel_linear() is ColumnParallelLinear
+    assert backend.row_parallel_linear() is RowParallelLinear
+    assert backend.core_attention() is DotProductAttention
+    assert MambaLayerSubmodules(mixer=int, norm=str).self_attention is int

@@ -88,7 +88,7 @@ def _in_blocks(theirs: Tensor, num_blocks: int) -> Tensor:
     return theirs.unflatten(1, (-1, num_blocks)).transpose(1, 2).flatten(0, 2)
 
 
-_EXPERT = re.compile(r"(.*)\.(block_sparse_moe|mlp|mixer)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*)\.(block_sparse_moe|mlp|ffn|mixer)\.experts\.(\d+)\.(\w+)\.weight")
 _HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
 
 
@@ -134,8 +134,29 @@ _PATTERNS = {
     r"mlp\.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
     r"mlp\.gate\.expert_bias": "mlp.gate.e_score_correction_bias",
     r"mlp\.expert_bias": "mlp.e_score_correction_bias",
+    # DeepSeek V4:
+    r"^head\.": "lm_head.",
+    r"\.attn\.": ".self_attn.",
+    r"\.ffn\.": ".mlp.",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.",
+    r"(layers\.\d+)\.hc_(attn|ffn)_": r"\1.\2_hc.",
+    r"\.attn_sink$": ".sinks",
+    r"self_attn\.indexer\.(compressor\.)?": "self_attn.compressor.indexer.",
+    r"indexer\.weights_proj": "indexer.scorer.weights_proj",
+    r"(self_attn|compressor|indexer)\.norm\.": r"\1.kv_norm.",
+    r"\.q_norm\.": ".q_a_norm.",
+    r"\.ape$": ".position_bias",
+    r"\.w([qo])_([ab])\.": r".\1_\2_proj.",
+    r"\.wkv\.": ".kv_proj.",
+    r"\.wgate\.": ".gate_proj.",
+    r"\.gate\.bias$": ".gate.e_score_correction_bias",
+    r"shared_experts\.w1": "shared_experts.gate_proj",
+    r"shared_experts\.w2": "shared_experts.down_proj",
+    r"shared_experts\.w3": "shared_experts.up_proj",
 }
-"""Pattern of a name in files of HY 3, K-EXAONE, Kimi Linear or Ling -> name in the modules."""
+"""Pattern of a name in files of HY 3, K-EXAONE, Kimi Linear, Ling or DeepSeek V4 -> name in the
+modules."""
 
 
 def _of_module(name: str, names: Container[str]) -> str:

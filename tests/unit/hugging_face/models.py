@@ -226,6 +226,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "indexer_types": ["full", "shared"] * 2, "swiglu_limit": 0.1, "hc_mult": 3,
          "hc_magnitude": 1.5, "hc_eps": 1e-3},
     ),
+    "deepseek v4": (
+        "DeepseekV4Config",
+        {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "max_position_embeddings": 64, "rms_norm_eps": 1e-3, "moe_intermediate_size": 32,
+         "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 8,
+         "num_experts_per_tok": 3, "sliding_window": 5, "o_groups": 4, "o_lora_rank": 8,
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 2, "pad_token_id": None,
+         "hc_mult": 3, "hc_eps": 1e-3, "swiglu_limit": 0.1,
+         "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2, "layer_types": [
+             "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+             "compressed_sparse_attention"],
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+         "rope_parameters": {n: v for n, v in _YARN.items() if not n.startswith("mscale")}},
+    ),
     "glm4 lite": (
         "Glm4MoeLiteConfig",
         {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
@@ -522,6 +536,8 @@ def their_model(case: str) -> Any:
                 buffer.normal_(0, 0.1)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            if name.endswith("tid2eid"):  # different experts for each token
+                buffer.copy_(torch.rand(len(buffer), 8).topk(buffer.shape[1]).indices)
     return model.eval()
 
 

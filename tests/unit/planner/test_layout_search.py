@@ -16,7 +16,7 @@ from megatron.training.rules import resolve_and_check
 from megatron.training.training import PretrainCall
 from megatron_lattice.planner.autofill import fits
 from megatron_lattice.planner.hardware import gpu_named
-from megatron_lattice.planner.layout_search import search_layouts, what_would_fit
+from megatron_lattice.planner.layout_search import EQUALLY_GOOD, search_layouts, what_would_fit
 from megatron_lattice.planner.layout_space import (
     Choices,
     divisors,
@@ -26,7 +26,7 @@ from megatron_lattice.planner.layout_space import (
 from megatron_lattice.planner.memory import model_states
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.run_workload import choices_of, settings_of_layout, workload_of_run
-from megatron_lattice.planner.search_command import Cluster, search_command
+from megatron_lattice.planner.search_command import Cluster, search_command, surest_first
 from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import ChoiceFigures, choice_figures
 from megatron_lattice.planner.workload import Workloads
@@ -128,6 +128,20 @@ def test_the_first_layout_is_the_fastest_that_fits() -> None:
     assert sum(found.refused.values()) > 0
 
 
+def test_of_about_equal_layouts_the_surest_is_first() -> None:
+    found = search_layouts(model_of(EXPERTS, 16), Choices(), PREDICTOR)
+    order = surest_first(found, PREDICTOR)
+    assert sorted(order) == sorted(found.order)
+    seconds = found.compared[order]
+    num_near = int((found.compared <= found.compared.min() * (1 + EQUALLY_GOOD)).sum())
+    assert num_near > 1 and (seconds[num_near:] >= seconds[:num_near].max()).all()
+    near = found.table.take(order[:num_near])
+    like = PREDICTOR.correction.similarity(near, PREDICTOR.hardware)
+    like = np.where(like < 0.5, 0, np.round(like, 1))
+    keys = list(zip(-like, near.context_size, near.micro_batch_size, seconds, strict=False))
+    assert keys == sorted(keys)
+
+
 def test_the_first_layout_is_as_good_as_those_that_were_published() -> None:
     published = read_rows(FIXTURES / "published_steps.csv")
     # Of a group of the second kind the planner prefers a layout that was 9 % slower.
@@ -204,6 +218,9 @@ TEN = {
 }
 
 
+UNMEASURED = ("--preset qwen3-30b-a3b", "--preset qwen3-235b-a22b", "--preset deepseek-v3")
+
+
 def words_of(model: str) -> list[str]:
     return [*model.split(), "--global-batch-size", "1024"]
 
@@ -221,6 +238,19 @@ def test_models_that_people_plan_get_a_layout_and_its_line_runs(model: str) -> N
         run.parallelism.pipeline_model_parallel_size
         == found.found.table.take(np.array(found.chosen[:1])).pipeline_size
     )
+
+
+@pytest.mark.parametrize("model", [each for each in TEN if each.startswith(UNMEASURED)])
+def test_a_kind_of_layout_without_measured_runs_is_no_first_answer(model: str) -> None:
+    """Experts under ZeRO-3, and micro batches larger than those measured with experts."""
+    command = search_command(words_of(model), Cluster("H100", TEN[model]), script="pretrain_gpt.py")
+    found, first = command.found, row_of(command.found.table, command.chosen[0])
+    assert first.sharding_stage[0] < 3 and first.micro_batch_size[0] <= 4
+    sharded = found.best_with("sharding_stage", 3.0)
+    assert sharded is not None and found.caution[sharded] > 1
+    kinds = (first, row_of(found.table, sharded))
+    measured, unmeasured = (PREDICTOR.interval(kind)[0] for kind in kinds)
+    assert unmeasured > 1.1 * measured
 
 
 @pytest.mark.parametrize("model", TEN)

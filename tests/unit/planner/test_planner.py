@@ -114,6 +114,33 @@ def test_graphs_and_grouped_products_save_launches() -> None:
         assert plain / whole > least
 
 
+def test_tensor_ranks_that_split_tokens_sort_and_activate_their_own_tokens() -> None:
+    def times(**changes: str) -> list[float]:
+        loads = experts_of(**changes)
+        operators = OperatorCosts(loads, rows_hardware(loads, HARDWARE), HARDWARE)
+        return [float(operators.activation_forward()[0]), float(operators.routing_forward()[0])]
+
+    alone = times()
+    assert times(TP="2", sp="1", DP="8") == pytest.approx([time / 2 for time in alone])
+    # Few experts are split: each tensor rank has half of an expert's width, and all tokens.
+    few = times(experts="8")
+    assert times(experts="8", TP="2", sp="1", DP="8") == pytest.approx([few[0] / 2, few[1]])
+
+
+def test_recomputation_of_more_modules_takes_longer() -> None:
+    kinds = ["none", "layernorm", "activations", "mlp", "full"]
+    seconds = [
+        step_of(experts_of(graphs="iteration").replace(recompute=np.array([kind])))
+        for kind in kinds
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[2] < 1.05 * seconds[0]  # no product, and no exchange of tokens, is repeated
+    waits = [step_of(experts_of().replace(recompute=np.array([kind]))) for kind in ("none", "mlp")]
+    # The launches of the 16 local experts of 48 layers are repeated in 32 micro batches.
+    launches = 32 * 48 * 16 * HARDWARE.constant("expert_launch_s")
+    assert waits[1] - waits[0] > launches
+
+
 def test_a_table_without_graphs_gets_them_from_similar_rows(
     published_2026: list[dict[str, str]],
 ) -> None:

@@ -91,6 +91,11 @@ SPARSE = (
     " --dsa-indexer-topk 5"
 )
 
+COMPRESSED = (
+    f"{SPARSE} --kv-lora-rank 10 --v-head-dim 10 --experimental-attention-variant dsv4_hybrid"
+    " --o-groups 2 --o-lora-rank 3"
+)
+
 
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_published_models_are_counted(name):
@@ -135,6 +140,9 @@ def test_parameters_of_published_models_are_counted(name):
         f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
         f"{SPARSE} --experimental-attention-variant dsa --dsa-indexer-topk-freq 4"
         " --dsa-indexer-skip-topk-offset 1 --mtp-num-layers 1",
+        f"{COMPRESSED} --csa-compress-ratios [0,4,6] --mtp-num-layers 1 --softmax-type learnable",
+        f"{COMPRESSED} --csa-compress-ratios [6,3,4] --csa-indexed-ratio 3 --qk-layernorm"
+        " --normalization RMSNorm --disable-bias-linear",
         "--enable-mhc-connections --mtp-num-layers 1",
         "--enable-mhc-connections --mhc-sinkhorn-iterations 0 --mhc-learned-contraction"
         f" --mhc-num-residual-streams 3 {MAMBA} --hybrid-layer-pattern *-M/*-",

@@ -35,6 +35,40 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
     [
         ("--context-parallel-size 3", 3, "--seq-length 32 cannot be split over context"),
         ("--context-parallel-size 2 --fp4-format e2m1", 2, "--fp4-format with --seq-length"),
+        (
+            "--layout-invariant-mode --context-parallel-size 4",
+            4,
+            "use --layout-invariant-sequence-units 8",
+        ),
+        (
+            "--layout-invariant-mode --context-parallel-size 4 "
+            "--layout-invariant-sequence-units 20",
+            4,
+            "use --layout-invariant-sequence-units 32",
+        ),
+        (
+            "--layout-invariant-mode --layout-invariant-sequence-units 6",
+            1,
+            "--seq-length 32 with --layout-invariant-sequence-units 6",
+        ),
+        ("--layout-invariant-mode --layout-invariant-sequence-units 3", 1, "are a pair"),
+        (
+            "--layout-invariant-mode --num-experts 4 --seq-length 30"
+            " --tensor-model-parallel-size 4",
+            4,
+            "--seq-length 30 with --tensor-model-parallel-size 4",
+        ),
+        (
+            "--layout-invariant-mode --experimental-attention-variant gated_delta_net"
+            " --layout-invariant-sequence-units 4",
+            1,
+            "--layout-invariant-mode with layers of gated_delta_net",
+        ),
+        (
+            "--layout-invariant-mode --experimental-attention-variant kda",
+            1,
+            "--layout-invariant-mode with layers of kda",
+        ),
         ("--context-parallel-size 2 --cp-comm-type ring", 2, "type 'ring' is unknown"),
         (
             "--context-parallel-size 2 --cp-comm-type p2p a2a",

@@ -80,6 +80,9 @@ class Zero2Buffer(ZeroStage):
         """Buckets that are being filled."""
         self._filled: list[set[int]] = [set() for _ in flat.buckets]
         """Parameters whose gradient each of them contains."""
+        self._rounded: dict[int, Tensor] = {}
+        """Gradients of parameters that are registered later, as exact sums."""
+        self._is_exact = grad_dtype == torch.float64 and flat.dtype != torch.float64
         self._arrived: set[int] = set()
         """Parameters whose gradient this backward pass has computed."""
 
@@ -87,9 +90,17 @@ class Zero2Buffer(ZeroStage):
         """Discard all gradients; no memory is written."""
         super().begin_step()
         self._arrived.clear()
+        self._rounded.clear()
         self.full.clear()
         self._filled = [set() for _ in self.flat.buckets]
         self._has_sum = [False] * len(self.flat.buckets)
+
+    def register_grad_deferred(self, index: int) -> None:
+        """Round a term of an exact sum, before other micro batches add to `.grad`."""
+        parameter = self.flat.parameters[index]
+        if self._is_exact and parameter.grad is not None:
+            rounded, parameter.grad = on_grid(parameter.grad), None
+            self._rounded[index] = self._rounded.get(index, 0) + rounded
 
     def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Move `.grad` into the buckets that the parameter is in, and reduce full ones."""
@@ -104,6 +115,9 @@ class Zero2Buffer(ZeroStage):
         if index in self._arrived:
             self.end_backward()  # another backward pass has begun without a report of the end
         self._arrived.add(index)
+        if index in self._rounded:
+            parameter, rounded = self.flat.parameters[index], self._rounded.pop(index)
+            parameter.grad = rounded if parameter.grad is None else parameter.grad + rounded
 
     def _take(self, index: int, bucket: Bucket) -> None:
         """Move the part of a parameter's `.grad` that is in a bucket."""
@@ -111,7 +125,7 @@ class Zero2Buffer(ZeroStage):
         if gradient is None:
             return
         full, flat = self._memory_of(bucket), gradient.reshape(-1)
-        if self._grad_dtype == torch.float64 and self.flat.dtype != torch.float64:
+        if self._is_exact:
             flat = on_grid(flat)
         for piece in self._pieces[bucket.number]:
             if piece.index == index:

@@ -102,6 +102,7 @@ class Zero3Buffer(Zero2Buffer):
 
     def register_grad_deferred(self, index: int) -> None:
         """Free the parameters of a unit when a backward pass has used the last of them."""
+        super().register_grad_deferred(index)
         self._deferred.add(index)
         number = self.params.unit_of[index]
         if self._deferred.issuperset(self.params.units[number].param_indices):

@@ -70,6 +70,11 @@ def kernel_choices(
         return Request(device, dtype, frozenset(needs), is_planned)
 
     lines = []
+    in_blocks = [
+        layer
+        for layer, kind in enumerate(config.layer_kinds(), 1)
+        if kind.is_sparse or kind.compress_ratio
+    ]
     if backend == "local":
         attention_backend = asked_backend(config)
         asked = ASKED[attention_backend]
@@ -83,7 +88,7 @@ def kernel_choices(
                 asked,
             )
             for layer, kind in enumerate(config.layer_kinds(), 1)
-            if kind.attends and not kind.is_sparse
+            if kind.attends and layer not in in_blocks
         }
         lines += [
             _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
@@ -102,9 +107,9 @@ def kernel_choices(
     else:
         note = _dropout_note(config, None, device)
         lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
-    sparse = [layer for layer, kind in enumerate(config.layer_kinds(), 1) if kind.is_sparse]
-    if sparse:
-        lines.append(KernelLine(f"sparse attention, layers {_ranges(sparse)}", "blocks of queries"))
+    if in_blocks:
+        where = f"layers {_ranges(in_blocks)}"
+        lines.append(KernelLine(f"sparse attention, {where}", "blocks of queries"))
     by_mixer: dict[str, list[int]] = {}
     for layer, kind in enumerate(config.layer_kinds(), 1):
         if kind.is_recurrent:

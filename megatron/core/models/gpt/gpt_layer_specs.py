@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
@@ -15,6 +16,13 @@ from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
+from megatron.core.transformer.compressed_attention import (
+    CompressedAttention,
+    CompressedAttentionSubmodules,
+    CompressedSelfAttention,
+    Compressor,
+    GroupedProjection,
+)
 from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LINEAR, LayerKind
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -87,6 +95,8 @@ def gpt_layer_submodules(
         attention = _latent_attention if has_latents else _attention
         if kind.is_sparse:
             attention = _sparse_attention
+        if kind.is_compressed:
+            attention = partial(_compressed_attention, kind)
         mixer = attention(backend, qk_layernorm, attn_mask_type)
     if has_latents:
         del norm_keys[
@@ -204,6 +214,35 @@ def _sparse_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
         ),
     )
     return replace(spec, module=SparseLatentAttention, submodules=parts)
+
+
+def _compressed_attention(
+    kind: LayerKind, backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType
+) -> ModuleSpec:
+    """Attention to a window and to compressed entries, which an indexer may choose."""
+    norm = backend.norm if qk_layernorm else IdentityOp
+    compressor = ModuleSpec(module=Compressor, params={"ratio": kind.compress_ratio})
+    core = CompressedAttentionSubmodules(
+        linear_wq_b=ReplicatedLinear,
+        linear_wk=compressor,
+        k_norm=IdentityOp,
+        linear_weights_proj=ReplicatedLinear,
+        compressor=compressor,
+    )
+    return ModuleSpec(
+        module=CompressedSelfAttention,
+        params={"attn_mask_type": mask_type},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=backend.column_linear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_group_proj=GroupedProjection,
+            linear_proj=backend.row_linear,
+            core_attention=ModuleSpec(module=CompressedAttention, submodules=core),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
 
 
 def get_gpt_layer_local_submodules(

@@ -197,7 +197,8 @@ class GPTModel(LanguageModule):
         """Run this stage.
 
         Args:
-            input_ids: [b, s/cp], this rank's positions; only the first stage reads them.
+            input_ids: [b, s/cp], this rank's positions; only the first stage reads them, and stages
+                with hash layers.
             position_ids: [b, s/cp] or [1, s/cp], for learned positions; default the absolute
                 positions of these tokens. With "mrope" [3, b, s], or [b, s] for text, on every
                 stage.
@@ -236,6 +237,10 @@ class GPTModel(LanguageModule):
                     padding_mask=padding_mask,
                 )
             rotary_args = self._rotary_args(length, position_ids)
+            if self.config.batch_invariant_mode and packed_seq_params is not None:
+                rotary_args = _at_positions(rotary_args, packed_seq_params.positions.t())
+        if self.config.moe_n_hash_layers:
+            rotary_args["token_ids"] = input_ids
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,
@@ -367,13 +372,7 @@ class GPTModel(LanguageModule):
         if self.position_embedding_type == "mrope":
             given = position_ids is not None and position_ids.dim() == 3
             return self._rotary_args(0, position_ids if given else context.positions.t())
-        args = self._rotary_args(context.max_sequence_length)
-        others = args.pop("other_rotary_pos_emb", {})
-        args, others = (
-            {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
-            for tables in (args, others)
-        )
-        return args | ({"other_rotary_pos_emb": others} if others else {})
+        return _at_positions(self._rotary_args(context.max_sequence_length), context.positions)
 
     def _documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
@@ -382,6 +381,16 @@ class GPTModel(LanguageModule):
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert states is not None, "no input: call set_input_tensor first"
         return packed.resolve(states.shape[1], length, states.device)
+
+
+def _at_positions(rotary_args: dict[str, Any], positions: Tensor) -> dict[str, Any]:
+    """Return the angles [s, b, 1, r] of positions [s, b], from angles of all positions."""
+    others = rotary_args.pop("other_rotary_pos_emb", {})
+    args, others = (
+        {name: table.squeeze(1)[positions] for name, table in tables.items()}
+        for tables in (rotary_args, others)
+    )
+    return args | ({"other_rotary_pos_emb": others} if others else {})
 
 
 def _check_arguments(position_embedding_type: str, config: TransformerConfig) -> None:

@@ -147,11 +147,43 @@ def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[Megatro
 
 
 _MIXER = "experimental_attention_variant", "hybrid_layer_pattern"
+_COMPRESSED = "experimental_attention_variant"
 _NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every device"
 
 
 @dataclass
-class SparseAttentionConfig:
+class CompressedAttentionConfig:
+    """Attention to a window and to compressed entries (DeepSeek-V4, section 2.3)."""
+
+    csa_compress_ratios: int | list[int] | None = flag(
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_COMPRESSED
+    )
+    """Tokens of a compressed entry in the layers of the variant dsv4_hybrid: one number, or a
+    number for each layer, such as [0]*2+[4,128]*20. A layer of ratio 0 attends to its window alone
+    (--window-size)."""
+    csa_indexed_ratio: int = flag(4, part_of=_COMPRESSED, within=POSITIVE)
+    """Ratio of the layers whose entries overlap and whose queries attend to the
+    --dsa-indexer-topk entries that an indexer chooses (CSA). In layers of other ratios queries
+    attend to all entries (HCA)."""
+    csa_compress_rotary_base: float = flag(160000, kind=int, part_of=_COMPRESSED)
+    """Base of the rotary frequencies in layers with compressed entries, where alone YaRN acts."""
+    o_groups: int = flag(8, part_of=_COMPRESSED, within=POSITIVE)
+    """Groups of heads whose outputs are projected separately to --o-lora-rank channels."""
+    o_lora_rank: int = flag(1024, part_of=_COMPRESSED, within=POSITIVE)
+    """Channels of a group of heads before the output projection."""
+
+    def compress_ratio(self, layer_number: int) -> int:
+        """Return the tokens of a compressed entry of a layer, by its 1-based number in the whole
+        model; 0 without entries."""
+        ratios = self.csa_compress_ratios or 0
+        if isinstance(ratios, int):
+            return ratios
+        # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
+        return ratios[min(layer_number, len(ratios)) - 1]
+
+
+@dataclass
+class SparseAttentionConfig(CompressedAttentionConfig):
     """Attention to the keys that an indexer scores highest (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
@@ -262,8 +294,58 @@ def shared_key_value_problems(config: TransformerConfig) -> Iterator[MegatronErr
             )
 
 
+def _compressed_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of layers that attend to compressed entries."""
+    given = config.csa_compress_ratios
+    ratios = [given] * config.num_layers if isinstance(given, int) else given or []
+    if len(ratios) != config.num_layers or min(ratios) < 0 or 1 in ratios:
+        yield ConfigError(
+            f"csa_compress_ratios={given} for {config.num_layers} layers.",
+            rule="each layer has a ratio: 0, or 2 and more",
+            flags=["--csa-compress-ratios", "--num-layers"],
+            fix=f'use --csa-compress-ratios "[0]*{config.num_layers}"',
+        )
+    head = config.qk_head_dim + config.qk_pos_emb_head_dim
+    if {config.v_head_dim, config.kv_lora_rank} != {head}:
+        yield ConfigError(
+            f"v_head_dim={config.v_head_dim} and kv_lora_rank={config.kv_lora_rank} with heads of"
+            f" {head} channels.",
+            rule="one latent is the key and the value of all heads",
+            flags=["--v-head-dim", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim"],
+            fix=f"use --v-head-dim {head} --kv-lora-rank {head}",
+        )
+    groups, tp = config.o_groups, config.tensor_model_parallel_size
+    if config.num_attention_heads % groups or groups % tp:
+        yield ConfigError(
+            f"o_groups={groups} for {config.num_attention_heads} heads and tensor-parallel size"
+            f" {tp}.",
+            rule="groups are equal, and each tensor-parallel rank owns whole groups",
+            flags=["--o-groups", "--num-attention-heads", "--tensor-model-parallel-size"],
+            fix=f"use --o-groups {tp}",
+        )
+    wrong = {
+        "--qk-clip": config.qk_clip,
+        "--attention-output-gate": config.attention_output_gate,
+        "--attention-chunk-size": config.attention_chunk_size is not None,
+        "--no-rope-freq": config.no_rope_freq is not None,
+        "--linear-attention-freq": config.linear_attention_freq is not None,
+        "--dsa-indexer-topk-freq": config.dsa_indexer_topk_freq > 1,
+    }
+    if found := [name for name, is_wrong in wrong.items() if is_wrong]:
+        yield ConfigError(
+            f"experimental_attention_variant=dsv4_hybrid with {', '.join(found)}.",
+            rule="all layers are of this kind, have an indexer of their own and rotate; heads have"
+            " no gates, and one key that cannot be scaled for each of them",
+            flags=["--experimental-attention-variant", *found],
+            fix=f"drop {', '.join(found)}",
+        )
+
+
 def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers with sparse attention."""
+    kinds, layout = config.layer_kinds(), pipeline_layout(config)
+    if any(kind.is_compressed for kind in kinds):
+        yield from _compressed_attention_problems(config)
     has_latents = config.multi_latent_attention
     q_lora_rank = config.q_lora_rank
     rotated = config.qk_pos_emb_head_dim
@@ -271,10 +353,12 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
         yield ConfigError(
             f"sparse attention with multi_latent_attention={has_latents} and"
             f" q_lora_rank={q_lora_rank}.",
-            rule="the indexer reads the latent of the queries",
+            rule="the indexer and its layer read the latent of the queries",
             flags=["--multi-latent-attention", "--q-lora-rank"],
             fix="add --multi-latent-attention --q-lora-rank 1536",
         )
+    if not any(kind.is_sparse or kind.chooses_entries for kind in kinds):
+        return
     for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
         value = getattr(config, name)
         if value is None:
@@ -283,13 +367,12 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
-    kinds, layout = config.layer_kinds(), pipeline_layout(config)
     for stage in range(len(layout.stages)):
         layers = layout.layers(*layout.placement.location(stage))
         first = next((layer for layer in layers if kinds[layer].is_sparse), None)
         if first is not None and kinds[first].shares_keys:
             own = [str(n) for n, kind in enumerate(kinds, 1)
-                   if kind.is_sparse and not kind.shares_keys]  # fmt: skip
+                   if kind.has_indexer]  # fmt: skip
             yield ConfigError(
                 f"layer {first + 1}, the first with sparse attention on pipeline stage {stage + 1},"
                 " has no indexer.",

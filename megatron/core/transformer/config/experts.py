@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
-from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
+from megatron.core.transformer.config.field_values import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
     """The score of a group is the sum of the scores of this number of its best experts; 1 in
     DeepSeek-V2. Default moe-router-topk / moe-router-group-topk."""
+    moe_n_hash_layers: int = flag(0, part_of="num_experts", within=NOT_NEGATIVE)
+    """Number of first layers of the model where a table of token ids chooses the experts, and the
+    router computes their weights alone (hash layers, arXiv 2106.04426; DeepSeek-V4)."""
     moe_apply_probs_on_input: bool = flag(False, part_of="num_experts")
     """Multiply the input of an expert by the token's weight, not its activation (Llama 4)."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
@@ -258,6 +261,20 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             "--moe-ffn-hidden-size",
             "--expert-tensor-parallel-size",
             fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
+        )
+    exchanging, tp = expert_parallel * expert_tp, config.tensor_model_parallel_size
+    if config.layout_invariant_mode and (
+        config.tensor_units % expert_tp or max(exchanging, tp) % min(exchanging, tp)
+    ):
+        yield _problem(
+            f"expert-parallel size {expert_parallel} and expert-tensor-parallel size {expert_tp}"
+            f" with tensor-parallel size {tp}.",
+            "in layout-invariant mode an expert is split into a power of two of parts, and ranks"
+            " that exchange tokens hold whole micro batches",
+            "--layout-invariant-mode",
+            "--expert-model-parallel-size",
+            "--expert-tensor-parallel-size",
+            fix=f"use --expert-tensor-parallel-size 1 --expert-model-parallel-size {tp}",
         )
     freq = config.moe_layer_freq
     if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):

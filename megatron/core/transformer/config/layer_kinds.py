@@ -12,7 +12,8 @@ from itertools import chain
 
 from megatron.core.foundation.errors import ConfigError
 
-ATTENTION, SPARSE_ATTENTION = "attention", "dsa"
+ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION = "attention", "dsa", "dsv4_hybrid"
+_ATTENTIONS = (ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION)
 GATED_DELTA_NET, KIMI, MAMBA = "gated_delta_net", "kda", "mamba2"
 DENSE, EXPERTS = "dense", "experts"
 LINEAR = "linear"
@@ -26,7 +27,8 @@ class LayerKind:
     """The parts of a layer."""
 
     mixer: str = ATTENTION
-    """attention, sparse attention, the name of a recurrent mixer, LINEAR or NOTHING."""
+    """attention, sparse or compressed attention, the name of a recurrent mixer, LINEAR or NOTHING.
+    """
     mlp: str = DENSE
     """dense, experts, LINEAR or NOTHING."""
     has_cross_attention: bool = False
@@ -35,11 +37,15 @@ class LayerKind:
     """The layer is the last layer of the encoder: the encoder's final norm follows it."""
     shares_keys: bool = False
     """Its sparse attention attends to the keys that an earlier layer has chosen."""
+    compress_ratio: int = 0
+    """Tokens of an entry that its compressed attention attends to; 0 without entries."""
+    chooses_entries: bool = False
+    """An indexer chooses these entries, which overlap."""
 
     @property
     def attends(self) -> bool:
-        """Whether its mixer is attention, sparse or not."""
-        return self.mixer in (ATTENTION, SPARSE_ATTENTION)
+        """Whether its mixer is attention, of whatever kind."""
+        return self.mixer in _ATTENTIONS
 
     @property
     def is_sparse(self) -> bool:
@@ -47,9 +53,19 @@ class LayerKind:
         return self.mixer == SPARSE_ATTENTION
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether its mixer is attention to a window and compressed entries."""
+        return self.mixer == COMPRESSED_ATTENTION
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether an indexer of its own chooses keys or compressed entries."""
+        return self.chooses_entries or (self.is_sparse and not self.shares_keys)
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether its mixer is a recurrence, with a state of fixed size."""
-        return self.mixer not in (ATTENTION, SPARSE_ATTENTION, LINEAR, NOTHING)
+        return self.mixer not in (*_ATTENTIONS, LINEAR, NOTHING)
 
     @property
     def has_experts(self) -> bool:

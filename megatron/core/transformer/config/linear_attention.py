@@ -13,6 +13,7 @@ from megatron.core.settings.flags import flag
 from megatron.core.transformer.config.field_values import POSITIVE
 from megatron.core.transformer.config.layer_kinds import (
     ATTENTION,
+    COMPRESSED_ATTENTION,
     DENSE,
     EXPERTS,
     GATED_DELTA_NET,
@@ -35,9 +36,10 @@ MIXER_OF_VARIANT = {
     "kda": KIMI,
     "mamba2": MAMBA,
     "dsa": SPARSE_ATTENTION,
+    "dsv4_hybrid": COMPRESSED_ATTENTION,
 }
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
-_NOT_HERE = "use gated_delta_net, kda, mamba2 or dsa"
+_NOT_HERE = "use gated_delta_net, kda, mamba2, dsa or dsv4_hybrid"
 _VARIANT = "experimental_attention_variant"
 _MIXER = _VARIANT, "hybrid_layer_pattern"
 
@@ -48,12 +50,13 @@ class LinearAttentionConfig(LayerSizesConfig):
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=("gdn", "gdn2", "dsa", "gated_delta_net", "kda", "mamba2"),
+        choices=("gdn", "gdn2", "dsa", "dsv4_hybrid", "gated_delta_net", "kda", "mamba2"),
         refuse_values={"gdn2": _NOT_HERE},
     )
     """Mixer of the layers of --linear-attention-freq: gated_delta_net, for short gdn (arXiv
-    2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), or dsa,
-    attention with latents to the keys that an indexer chooses (arXiv 2512.02556)."""
+    2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), dsa,
+    attention with latents to the keys that an indexer chooses (arXiv 2512.02556), or dsv4_hybrid,
+    attention to a window and to compressed entries (DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT, within=POSITIVE
     )
@@ -100,6 +103,11 @@ class LinearAttentionConfig(LayerSizesConfig):
         (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_MIXER
     )
     """Least and largest step size of Mamba-2."""
+
+    @property
+    def has_compressed_attention(self) -> bool:
+        """Whether the layers attend to a window and to compressed entries."""
+        return self.experimental_attention_variant == COMPRESSED_ATTENTION
 
     @property
     def pattern(self) -> HybridPattern | None:

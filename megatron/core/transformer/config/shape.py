@@ -55,7 +55,8 @@ class ShapeConfig:
 
     def shares_key_value(self, layer_number: int) -> bool:
         """Return whether a layer reads the keys and values of an earlier layer."""
-        return layer_number > self.num_layers - self.num_kv_shared_layers
+        # Layers of multi-token prediction are numbered after the last layer.
+        return self.num_layers - self.num_kv_shared_layers < layer_number <= self.num_layers
 
 
 def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:

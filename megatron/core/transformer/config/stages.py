@@ -55,6 +55,8 @@ def derive_virtual_stages(config: TransformerConfig) -> None:
 def cp_comm_type_of_layer(config: TransformerConfig, layer_number: int) -> str | None:
     """Return how a layer, by its 1-based number, reads keys of other ranks; None on one rank."""
     kinds = config.cp_comm_type
+    if config.sequence_units > 1:
+        return "all_gather"  # the arithmetic of `layout_invariant_mode` is the same for all kinds
     if config.context_parallel_size == 1:
         return None
     # Layers of multi-token prediction, numbered after the last layer, follow the last layer.

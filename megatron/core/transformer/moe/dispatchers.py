@@ -38,6 +38,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     TokenDispatcher,
     permutation_of,
 )
+from megatron.core.transformer.moe.unit_dispatcher import MoEUnitTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PURPOSE = "--moe-token-dispatcher-type flex"
@@ -419,7 +420,9 @@ def build_dispatcher(
         num_local_experts, local_expert_indices: the experts of this rank.
     """
     make = _BY_NAME.get(config.moe_token_dispatcher_type)
-    if make is None:
+    if config.layout_invariant_mode:
+        make = MoEUnitTokenDispatcher
+    elif make is None:
         make = choose_exchange(config, device.device_type()).kernel.run
         if isinstance(groups.tp_ep, SingleRank) or groups.tp_ep.size() == 1:
             make = _BY_NAME["alltoall"]  # without communication on one rank

@@ -50,8 +50,9 @@ class _Experts(MegatronModule):
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the second layer's bias: one of the ranks that share an expert."""
-        return self.pg_collection.expt_tp.rank() == 0
+        """Whether this rank adds the second layer's bias: one of the ranks that share an expert, or
+        all of them if their outputs are whole (layout-invariant mode)."""
+        return self.config.layout_invariant_mode or self.pg_collection.expt_tp.rank() == 0
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
         """Split a parameter's name into the expert's local number and the name inside it."""
@@ -126,11 +127,13 @@ class SequentialMLP(_Experts):
     ) -> tuple[Tensor, None]:
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias).
 
-        An expert without rows is called too, so that its gradient exists in every step.
+        An expert without rows is called too, so that its gradient exists in every step. In
+        layout-invariant mode there is a number of rows for each expert and unit of a micro batch.
         """
         outputs = []
+        repeats = len(tokens_per_expert) // self.num_local_experts
         for expert, rows, probs in zip(
-            self.local_experts,
+            [expert for expert in self.local_experts for _ in range(repeats)],
             split_rows(permuted_local_hidden_states, tokens_per_expert),
             split_rows(permuted_probs, tokens_per_expert),
             strict=True,
@@ -206,10 +209,11 @@ class GroupedMLP(_Experts):
     ) -> tuple[Tensor, None]:
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias)."""
         counts, probs = tokens_per_expert, permuted_probs
+        is_exact = self.config.layout_invariant_mode
         with offloading(self.config.offloads("expert_fc1"), self.linear_fc1):
             x = self.linear_fc1(permuted_local_hidden_states, counts)
         if self.linear_fc1.uses_bias:
-            x = rows_with_bias(x, counts, self.linear_fc1.biases())
+            x = rows_with_bias(x, counts, self.linear_fc1.biases(), is_exact=is_exact)
         dropped = CheckpointWithoutOutput()
         if self.config.recomputes("moe_act") and self.training:
             x = dropped.checkpoint(self._activate, x, probs)
@@ -220,10 +224,11 @@ class GroupedMLP(_Experts):
         dropped.discard_output_and_register_recompute(x)
         if self.linear_fc2.uses_bias:
             share = probs if self.adds_bias else probs * 0
-            x = rows_with_bias(x, counts, self.linear_fc2.biases(), share)
+            x = rows_with_bias(x, counts, self.linear_fc2.biases(), share, is_exact=is_exact)
         return x, None
 
     def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
         """Return the input of the second layer: rows [n, f], each times its weight [n]."""
         # f is smaller than h, and the output of the second layer need not be saved for backward.
-        return gated(x, self.config.activation_func, self.config, weights=probs, is_expert=True)
+        config, tp = self.config, self.pg_collection.expt_tp
+        return gated(x, config.activation_func, config, weights=probs, is_expert=True, expt_tp=tp)

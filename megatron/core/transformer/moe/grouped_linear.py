@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +32,21 @@ from megatron.core.parameters.param_meta import (
     accumulate_main_grads,
     add_gradient,
     has_main_grad,
+    in_rows,
 )
 from megatron.core.step_context import deferred_wgrad
-from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
+from megatron.core.tensor_parallel.linear_with_overlap import (
+    InputMode,
+    LinearCommSpec,
+    OutputMode,
+    parallel_linear,
+)
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class GroupedLinear(ParallelLayer):
@@ -73,6 +81,15 @@ class GroupedLinear(ParallelLayer):
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
         splits_output = split_dim == 0
+        self.spec = LinearCommSpec(
+            expt_tp,
+            input_mode=InputMode.REPLICATED if splits_output else InputMode.LOCAL,
+            output_mode=OutputMode.LOCAL if splits_output else OutputMode.ALL_REDUCE,
+            fuses_main_grad=config.gradient_accumulation_fusion,
+            units=self.units(split_dim, stride),
+        )
+        """Of layout-invariant mode: the layer completes its sums."""
+        is_whole = splits_output or self.tp_size == 1 or config.layout_invariant_mode
         for index in range(num_gemms):
             weight = self.new_parameter(
                 *shape, init_method=init_method, split_dim=split_dim, stride=stride
@@ -85,7 +102,7 @@ class GroupedLinear(ParallelLayer):
                 split_dim=0 if splits_output else None,
                 stride=stride if splits_output else 1,
                 # The first rank alone adds the bias.
-                partial_grad_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
+                partial_grad_axes=() if is_whole else (self.split_axis,),
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias
@@ -109,7 +126,17 @@ class GroupedLinear(ParallelLayer):
         return [getattr(self, f"bias{index}") for index in range(count)]
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """Apply map j to its `tokens_per_expert[j]` rows of x [n, i]: [n, o], without bias."""
+        """Apply map j to its `tokens_per_expert[j]` rows of x [n, i]: [n, o], without bias.
+
+        In layout-invariant mode there is a number of rows for each map and micro batch.
+        """
+        if self.spec.units is not None:
+            weights = _of_microbatches(self.weights(), tokens_per_expert)
+            parts = [
+                parallel_linear(fill_tiles(rows), weight, None, self.spec)[: len(rows)]
+                for rows, weight in zip(split_rows(x, tokens_per_expert), weights, strict=True)
+            ]
+            return join_rows(parts, x.shape[0])
         return grouped_linear(
             x,
             tokens_per_expert,
@@ -117,6 +144,11 @@ class GroupedLinear(ParallelLayer):
             self.config.gradient_accumulation_fusion,
             self.quantized,
         )
+
+
+def _of_microbatches(tensors: Sequence[_T], counts: Sequence[int]) -> list[_T]:
+    """Repeat the tensor of each expert for its micro batches, which have the rows `counts`."""
+    return [tensor for tensor in tensors for _ in range(len(counts) // len(tensors))]
 
 
 def grouped_linear(
@@ -236,10 +268,21 @@ def rows_with_bias(
     tokens_per_expert: Sequence[int],
     biases: Sequence[Tensor],
     scale: Tensor | None = None,
+    *,
+    is_exact: bool = False,
 ) -> Tensor:
-    """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
-    counts = counts_on_device(tokens_per_expert, x.device)
-    # Gradients of padding rows are undefined; they are added to a dummy bias that is dropped.
-    stacked = F.pad(_StackedBiases.apply(*biases), (0, 0, 0, 1))
-    added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
+    """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given.
+
+    Args:
+        is_exact: gradients are exact sums, and there is a number of rows for each expert and micro
+            batch.
+    """
+    if is_exact:
+        of_rows = zip(_of_microbatches(biases, tokens_per_expert), tokens_per_expert, strict=True)
+        added = torch.cat([in_rows(bias, torch.Size((n, len(bias)))) for bias, n in of_rows])
+    else:
+        counts = counts_on_device(tokens_per_expert, x.device)
+        # Gradients of padding rows are undefined; they are added to a dummy bias that is dropped.
+        stacked = F.pad(_StackedBiases.apply(*biases), (0, 0, 0, 1))
+        added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

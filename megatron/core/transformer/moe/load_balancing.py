@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parameters.exact_sum import on_grid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.context import current_step
+from megatron.core.tensor_parallel.unit_products import in_full_vectors
 from megatron.core.transport import torch_collectives
 
 AUX_LOSS_NAMES = {
@@ -71,7 +73,7 @@ class TokenGroups:
 
 
 def load_balancing_loss(
-    scores: Tensor, shares: Tensor, weights: Tensor, groups: TokenGroups
+    scores: Tensor, shares: Tensor, weights: Tensor, groups: TokenGroups, *, is_exact: bool = False
 ) -> Tensor:
     """Return this rank's part of e * sum over experts of (share of tokens) * (mean score).
 
@@ -81,16 +83,23 @@ def load_balancing_loss(
         scores: [t, e] of this rank's tokens.
         shares: [n, e], each expert's share of the assignments of a group; they add up to 1.
         weights: [t, 1] or [1, 1], weight of each token in the mean, zero for padding.
+        is_exact: return an exact sum over the tokens, fp64.
     """
+    if is_exact:
+        terms = scores * weights * groups.of_tokens(shares).to(scores.dtype)
+        return shares.shape[-1] * on_grid(terms).sum()
     return shares.shape[-1] * (groups.sums(scores * weights) * shares.to(scores.dtype)).sum()
 
 
-def z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+def z_loss(logits: Tensor, weights: Tensor, *, is_exact: bool = False) -> Tensor:
     """Return this rank's part of the mean square of log-sum-exp of the logits [t, e].
 
     Args:
-        weights: as in `load_balancing_loss`.
+        weights, is_exact: as in `load_balancing_loss`.
     """
+    if is_exact:
+        smooth_maximum = functools.partial(torch.logsumexp, dim=-1, keepdim=True)
+        return on_grid(in_full_vectors(smooth_maximum, logits).square() * weights).sum()
     return (torch.logsumexp(logits, -1, keepdim=True).square() * weights).sum()
 
 
@@ -223,6 +232,7 @@ class LoadTrackingRouter(nn.Module):
     """Base of routers; `finish_router_step` finds them by this class."""
 
     load: ExpertLoad
+    routes_tokens_of_all_tp_ranks = False
 
     def loss_names(self) -> list[str]:
         """Return the names of the losses that this router adds."""
@@ -253,7 +263,8 @@ def loads_of_last_step() -> list[ExpertLoad]:
 def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Sum the counts of routers over all ranks of this stage, and call `apply_load`.
 
-    Communication: one all-reduce over tp x cp x dp, if the stage has experts.
+    Communication: one all-reduce over tp x cp x dp, if the stage has experts; in layout-invariant
+    mode over cp x dp, because the ranks of tp count the same tokens.
     """
     routers = list(routers_of(model))
     current_step().expert_loads = [weakref.ref(router.load) for router in routers]
@@ -263,7 +274,8 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     names = [router.loss_names() for router in routers]
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
-    torch_collectives.all_reduce(everything, groups.tp_dp_cp)
+    shared = groups.dp_cp if routers[0].routes_tokens_of_all_tp_ranks else groups.tp_dp_cp
+    torch_collectives.all_reduce(everything, shared)
     # One wait for the device for all routers, at the first read of a figure.
     sizes = [part.numel() for part in packed]
     on_host = functools.cache(lambda: everything.cpu().split(sizes))

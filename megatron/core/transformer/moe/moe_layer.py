@@ -138,6 +138,7 @@ class MoELayer(MegatronModule):
         padding_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
@@ -147,6 +148,7 @@ class MoELayer(MegatronModule):
                 is zero.
             packed_seq_params: the documents of the whole sequences; statistics of a sequence are
                 computed per document.
+            token_ids: int64 [b, s/cp], read by the router of a hash layer.
         Returns:
             (output of the input's shape, None in the place of a bias that is still to be added).
         """
@@ -154,22 +156,23 @@ class MoELayer(MegatronModule):
         refuse_given("MoELayer", given, rule="a layer is computed in one call", fix="leave it out")
         if self.config.moe_layer_recompute and self.training:
             return checkpoint(
-                self._compute, False, hidden_states, padding_mask, packed_seq_params
+                self._compute, False, hidden_states, padding_mask, packed_seq_params, token_ids
             ), None
-        return self._compute(hidden_states, padding_mask, packed_seq_params), None
+        return self._compute(hidden_states, padding_mask, packed_seq_params, token_ids), None
 
     def _compute(
         self,
         hidden_states: Tensor,
         padding_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None,
+        token_ids: Tensor | None,
     ) -> Tensor:
         shared_overlap = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
             shared_overlap = SharedExpertOverlap(self.shared_experts, hidden_states)
         with rng_state().in_scope("experts", self.layer_number):
             output = self._route_and_compute(
-                hidden_states, padding_mask, packed_seq_params, shared_overlap
+                hidden_states, padding_mask, packed_seq_params, token_ids, shared_overlap
             )
         if shared_overlap is not None:
             assert shared_overlap.output is not None
@@ -194,9 +197,13 @@ class MoELayer(MegatronModule):
         hidden_states: Tensor,
         padding_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None,
+        token_ids: Tensor | None,
         shared_overlap: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
+        whole = None
+        if self.config.layout_invariant_mode:
+            whole = self._route_all_tokens(hidden_states, mask, packed_seq_params)
         x, rows = hidden_states, hidden_states.shape[0]
         missing = -rows % self._cut.size()
         if missing:  # pad the sequence, so that it splits into equal parts
@@ -206,10 +213,16 @@ class MoELayer(MegatronModule):
         x = scatter_to_sequence_parallel_region(x, self._cut)
         if mask is not None:
             mask = _shard_of_rows(mask, self.pg_collection.tp)
-        options = {}
+        options: dict[str, Any] = {}
         if packed_seq_params is not None and self.config.counts_by_sequence:
-            options["sequences"] = self._sequences(packed_seq_params, x, missing)
-        probs, routing_map = self.router(x, mask, **options)
+            options["sequences"] = self._sequences(
+                packed_seq_params, x, missing, self.pg_collection.tp
+            )
+        is_packed = bool(options)
+        if token_ids is not None and self.layer_number <= self.config.moe_n_hash_layers:
+            ids = F.pad(token_ids.t(), (0, 0, 0, missing))
+            options["token_ids"] = _shard_of_rows(ids, self.pg_collection.tp)
+        probs, routing_map = self.router(x, mask, **options) if whole is None else whole
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
         )
@@ -219,12 +232,12 @@ class MoELayer(MegatronModule):
         chosen = None
         if mask is None and self.config.moe_expert_capacity_factor is None:
             chosen = tokens.shape[0] * self.config.moe_router_topk
-        capacity = self._exchange_capacity(x, bool(options))
+        capacity = self._exchange_capacity(x, is_packed)
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen, capacity)
         if sent.num_dropped is not None and not is_recomputing():
             self.router.load.add(DROPPED, sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
-            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, bool(options)))
+            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, is_packed))
         tokens, probs = sent.tokens, sent.probs
         if self.config.moe_apply_probs_on_input:
             tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
@@ -237,20 +250,47 @@ class MoELayer(MegatronModule):
         output = gather_from_sequence_parallel_region(output, False, self._cut)
         return output if output.shape[0] == rows else output[:rows]
 
-    def _sequences(self, packed: PackedSeqParams, x: Tensor, num_padded: int) -> TokenGroups:
+    def _route_all_tokens(
+        self, x: Tensor, mask: Tensor | None, packed: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor]:
+        """Route the tokens of all tensor-parallel ranks on each rank; see `TopKRouter`.
+
+        Args:
+            x: [s/cp, b, h]; [s/cp/tp, b, h] under sequence parallelism.
+            mask: bool [s/cp, b], True for padding, or None.
+        Returns:
+            weights and map [t, e] of the tokens that this rank dispatches, padding included.
+        """
+        tp = self.pg_collection.tp
+        splits = self.config.sequence_parallel
+        x = gather_from_sequence_parallel_region(x, False, tp if splits else SINGLE_RANK)
+        sequences = None
+        if packed is not None and self.config.counts_by_sequence:
+            sequences = self._sequences(packed, x, 0, SINGLE_RANK)
+        routed = self.router(x, mask, sequences)
+        missing = -x.shape[0] % tp.size()
+        probs, routing_map = (
+            F.pad(part.view(*x.shape[:2], -1), (0, 0, 0, 0, 0, missing)) for part in routed
+        )
+        probs = scatter_to_sequence_parallel_region(probs, tp)
+        return probs.flatten(0, 1), _shard_of_rows(routing_map, tp).flatten(0, 1)
+
+    def _sequences(
+        self, packed: PackedSeqParams, x: Tensor, num_padded: int, tp: Group
+    ) -> TokenGroups:
         """Return the documents of the tokens x [s, b, h] that this rank routes.
 
         Args:
             num_padded: padding positions after the tokens of all ranks of `tp`.
+            tp: ranks that route different tokens.
         """
-        groups = self.pg_collection
-        cp, tp = groups.microbatch_cp, groups.tp.size()
-        length = x.shape[0] * tp - num_padded
+        cp = self.pg_collection.microbatch_cp
+        length = x.shape[0] * tp.size() - num_padded
         documents = packed.resolve(x.shape[1], length * cp.size(), x.device)
         numbers, count = documents.numbered
         own = sequence_shard_of_rank(length, cp=cp, sp=SINGLE_RANK).positions(x.device)
         rows = own[torch.arange(length + num_padded, device=x.device).clamp(max=length - 1)]
-        return TokenGroups(_shard_of_rows(numbers[:, rows].t(), groups.tp), count)
+        return TokenGroups(_shard_of_rows(numbers[:, rows].t(), tp), count)
 
     def _exchange_capacity(self, x: Tensor, is_packed: bool) -> ExchangeCapacity | None:
         """Return the sizes of the exchange of [s, b, h] if the config fixes them, else None."""

@@ -5,6 +5,7 @@ Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parameters.keyed_draws import keyed_uniform
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import attach_aux_loss
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import is_recomputing
-from megatron.core.topology.group import Group
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.moe.load_balancing import (
     ExpertLoad,
     LoadTrackingRouter,
@@ -26,7 +28,11 @@ from megatron.core.transformer.moe.load_balancing import (
     load_balancing_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.router_replay import RouterReplay, rows_of_rank
+from megatron.core.transformer.moe.router_replay import (
+    RouterReplay,
+    routing_groups,
+    rows_of_rank,
+)
 from megatron.core.transformer.moe.routing import (
     RoutingResult,
     apply_capacity,
@@ -34,6 +40,7 @@ from megatron.core.transformer.moe.routing import (
     sinkhorn_routing,
     topk_routing,
 )
+from megatron.core.transformer.replicated_linear import linear_of_all_rows
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -52,10 +59,12 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         router_replay: records or replays the choices.
         global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
             balance loss over the global batch.
+        token_experts: int64 [v, k], the experts of each token id in a hash layer, else None.
     """
 
     expert_bias: Tensor | None
     global_shares: Tensor | None
+    token_experts: Tensor | None
 
     def __init__(
         self,
@@ -67,13 +76,15 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         super().__init__(config, tp_group=groups.tp)
         assert config.num_moe_experts
         self.config: TransformerConfig = config
-        self.pg_collection = groups
+        self.pg_collection, self.routing_groups = groups, routing_groups(config, groups)
+        self.routes_tokens_of_all_tp_ranks = config.layout_invariant_mode
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk
         self.load = ExpertLoad(self.num_experts, 0)
         self.router_replay = RouterReplay()
-        axes = ("tp",) if config.tensor_model_parallel_size > 1 else ()
+        is_partial = config.tensor_model_parallel_size > 1 and not config.layout_invariant_mode
+        axes = ("tp",) if is_partial else ()
         self.weight = self.new_parameter(
             self.num_experts,
             config.hidden_size,
@@ -91,16 +102,26 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         uses_shares = "global_aux_loss" in config.balance_losses()
         self.register_buffer("expert_bias", torch.zeros_like(even) if uses_bias else None)
         self.register_buffer("global_shares", even if uses_shares else None)
+        self.register_buffer("token_experts", None)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number of the layer in the model, for logs."""
+        """Set the number of the layer in the model, for logs; a hash layer gets its table."""
         self.load.layer_number = layer_number
+        if layer_number > self.config.moe_n_hash_layers:
+            return
+        generator = torch.Generator().manual_seed(layer_number)
+        num_tokens = self.config.unpadded_vocab_size
+        assert num_tokens, "a hash layer has a row for each token id: set unpadded_vocab_size"
+        drawn = torch.rand(num_tokens, self.num_experts, generator=generator)
+        self.token_experts = drawn.topk(self.topk).indices.to(self.weight.device)
+        self.expert_bias = None
 
     def forward(
         self,
         input: Tensor,
         padding_mask: Tensor | None = None,
         sequences: TokenGroups | None = None,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose experts for the tokens [s, b, h] of this rank.
 
@@ -109,6 +130,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
                 from all losses.
             sequences: the sequence of each token, if several are packed into a sample; otherwise a
                 sample is one sequence.
+            token_ids: int64 [s, b], read in hash layers.
         Returns:
             (weights [t, e], zero where an expert is not chosen; routing map, bool [t, e]).
         Communication:
@@ -119,7 +141,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         logits = self._logits(input)
         shape = logits.shape
         is_token = None if padding_mask is None else ~padding_mask
-        choice = self._choose(logits, is_token)
+        choice = self._choose(logits, is_token, token_ids)
         if is_token is not None:
             flat = is_token.flatten()[:, None]
             choice = RoutingResult(
@@ -170,13 +192,16 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
-        rows = rows_of_rank(x.shape[0], self.pg_collection)
+        rows = rows_of_rank(x.shape[0], self.routing_groups)
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
-        dtype = ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        x = x.to(ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype))
+        if config.layout_invariant_mode:
+            logits = self._logits_of_units(x)
+        else:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            logits = F.linear(x, self.weight.to(x.dtype), bias)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if config.moe_router_force_load_balancing:
@@ -184,19 +209,48 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
 
-    def _choose(self, logits: Tensor, is_token: Tensor | None) -> RoutingResult:
+    def _logits_of_units(self, x: Tensor) -> Tensor:
+        """Return the logits [s, b, e] of x [s, b, h]; each unit of the sequence is a product."""
+        count = self.config.sequence_units_of_rank
+        units = x.chunk(count if x.shape[0] % count == 0 else 1)
+
+        def for_units(parameter: Tensor) -> Sequence[Tensor]:
+            # The gradient of one converted weight would be rounded after the sum over units.
+            return in_rows(parameter, torch.Size((len(units), *parameter.shape)), x.dtype).unbind()
+
+        weights = for_units(self.weight)
+        biases = [None] * len(units) if self.bias is None else for_units(self.bias)
+        parts = [
+            linear_of_all_rows(unit, weight, bias, SINGLE_RANK, 1)
+            for unit, weight, bias in zip(units, weights, biases, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _choose(
+        self, logits: Tensor, is_token: Tensor | None, token_ids: Tensor | None
+    ) -> RoutingResult:
         """Choose the experts of the tokens of logits [s, b, e]; is_token: bool [s, b]."""
         s, b, _ = logits.shape
+        table = self.token_experts
+        if table is not None and token_ids is None:
+            raise RuntimeError("a hash layer got no token ids: pass input_ids on its stage too")
 
         def replaced(indices: Tensor) -> Tensor:
-            rows = rows_of_rank(s, self.pg_collection)
+            if table is not None and token_ids is not None:
+                indices = table[token_ids]
+            rows = rows_of_rank(s, self.routing_groups)
             return self.router_replay.choose(indices.view(s, b, -1), rows).flatten(0, 1)
 
         flat = logits.flatten(0, 1)
         if not self.config.routes_by_sinkhorn:
             return topk_routing(flat, self.config, self.expert_bias, replaced)
         real = None if is_token is None else is_token.flatten()
-        total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences, is_token=real)
+        total = partial(
+            sinkhorn,
+            sum_over_ranks=self._sum_over_sequences,
+            is_token=real,
+            is_exact=self.config.layout_invariant_mode,
+        )
         balanced = total if self.training else None
         return sinkhorn_routing(flat, self.config, balanced, replaced)
 
@@ -209,16 +263,18 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     @property
     def _sharing_groups(self) -> list[Group]:
         """Groups that together contain the ranks that share the micro batch."""
-        groups, cp = self.pg_collection, self.pg_collection.microbatch_cp
+        groups, cp = self.routing_groups, self.routing_groups.microbatch_cp
         found = [groups.tp_cp] if cp is groups.cp else [groups.tp, cp]
         return [group for group in found if group.size() > 1]
 
     @property
     def _ranks_per_sample(self) -> int:
-        return self.pg_collection.tp.size() * self.pg_collection.microbatch_cp.size()
+        return self.routing_groups.tp.size() * self.routing_groups.microbatch_cp.size()
 
     def _share(self) -> float:
         """Return this rank's share of the micro batches that its tokens belong to."""
+        if self.config.layout_invariant_mode:
+            return float(self.routing_groups.cp.rank() == 0)  # thirds have no exact sums
         joined = rng_state().scope.samples
         return (1 if joined is None else joined.count) / self._ranks_per_sample
 
@@ -239,7 +295,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             sequences = TokenGroups.of_samples(shape, chosen.device)
         # The weight of a chosen expert may round to zero, so -1 marks experts that are not chosen.
         marked = torch.where(chosen, choice.probs.detach().view(shape), -1.0)
-        own = rows_of_rank(shape[0], self.pg_collection).positions(marked.device)
+        own = rows_of_rank(shape[0], self.routing_groups).positions(marked.device)
         gathered = [marked, own]
         if sequences is not None:
             gathered.append(sequences.numbers)
@@ -267,13 +323,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     ) -> Tensor:
         """Attach the balance losses to the weights."""
         config, losses = self.config, self.config.balance_losses()
+        balance_loss = partial(load_balancing_loss, is_exact=config.layout_invariant_mode)
         if not losses and not config.moe_z_loss_coeff:
             return probs
         shape, scores = logits.shape, choice.scores
         joined = rng_state().scope.samples
         batch = TokenGroups.of_all(shape, logits.device)
         if joined is not None:
-            own = rows_of_rank(shape[0], self.pg_collection).positions(logits.device)
+            own = rows_of_rank(shape[0], self.routing_groups).positions(logits.device)
             places = joined.places.to(logits.device)[own, None]
             batch = TokenGroups(places, max(joined.count, 1))
         count = float(shape[0] * shape[1] * self._ranks_per_sample)
@@ -288,7 +345,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         parts: dict[str, tuple[float, Tensor]] = {}
         if "aux_loss" in losses:
             counts = self._sum_over_sequences(batch.sums(choice.routing_map.long()))
-            part = load_balancing_loss(scores, _shares(counts), weights, batch)
+            part = balance_loss(scores, _shares(counts), weights, batch)
             parts["aux_loss"] = losses["aux_loss"], part
         if "seq_aux_loss" in losses:
             groups = sequences or TokenGroups.of_samples(shape, logits.device)
@@ -303,14 +360,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
                     in_groups = in_groups / joined.num_sequences.to(logits.device)[own, None].clamp(
                         min=1
                     )
-            part = load_balancing_loss(scores, _shares(counts), in_groups, groups)
+            part = balance_loss(scores, _shares(counts), in_groups, groups)
             parts["seq_aux_loss"] = losses["seq_aux_loss"], part
         if "global_aux_loss" in losses:
             assert self.global_shares is not None
-            part = load_balancing_loss(scores, self.global_shares[None], weights, batch)
+            part = balance_loss(scores, self.global_shares[None], weights, batch)
             parts["global_aux_loss"] = losses["global_aux_loss"], part
         if config.moe_z_loss_coeff:
-            part = z_loss(logits.flatten(0, 1), weights)
+            part = z_loss(logits.flatten(0, 1), weights, is_exact=config.layout_invariant_mode)
             parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
 from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.random import is_recomputing
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config
@@ -202,7 +204,7 @@ class RoutingRecord:
         Communication:
             a maximum of four numbers and a sum of m x b x s x l x k on tp, cp and pp.
         """
-        groups = resolve_groups(pg_collection)
+        groups = routing_groups(self.config, resolve_groups(pg_collection))
         sharing = (groups.tp, groups.cp, groups.pp)
         found = [
             (layer - 1, number, indices)
@@ -227,6 +229,16 @@ class RoutingRecord:
         for group in sharing:
             torch_collectives.all_reduce(table, group)
         return list((table - 1).transpose(1, 2))
+
+
+def routing_groups(
+    config: ModelParallelConfig, groups: ProcessGroupCollection
+) -> ProcessGroupCollection:
+    """Return the groups of a router; in layout-invariant mode each tensor-parallel rank routes the
+    tokens of all of them."""
+    if not config.layout_invariant_mode:
+        return groups
+    return groups.with_groups(tp=SINGLE_RANK, tp_cp=groups.cp)
 
 
 def rows_of_rank(num_rows: int, groups: ProcessGroupCollection) -> SequenceShard:

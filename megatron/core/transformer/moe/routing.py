@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.parameters.exact_sum import row_sum
+from megatron.core.tensor_parallel.unit_products import in_full_vectors
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SINKHORN_TOLERANCE = 1e-4
@@ -68,7 +70,8 @@ def topk_routing(
         chosen = weighed.gather(-1, indices)
         weights = chosen if config.moe_router_pre_softmax else torch.softmax(chosen, -1)
     else:
-        raw = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
+        score = torch.sigmoid if kind == "sigmoid" else _sqrt_softplus
+        raw = in_full_vectors(score, logits) if config.layout_invariant_mode else score(logits)
         ranked = raw.detach() if expert_bias is None else raw.detach() + expert_bias
         indices = replaced(_topk_experts(ranked, k, config))
         chosen = raw.gather(-1, indices)
@@ -94,7 +97,11 @@ def sinkhorn_routing(
     """
     k = config.moe_router_topk
     scores = torch.softmax(logits, -1)
-    weights = torch.sigmoid(logits) if k == 1 else scores
+    weights = scores
+    if k == 1 and config.layout_invariant_mode:
+        weights = in_full_vectors(torch.sigmoid, logits)
+    elif k == 1:
+        weights = torch.sigmoid(logits)
     with torch.no_grad():
         ranked = weights if balanced is None else balanced(logits.float())
         indices = replaced(ranked.topk(k, -1).indices)
@@ -106,6 +113,8 @@ def sinkhorn(
     logits: Tensor,
     sum_over_ranks: Callable[[Tensor], Tensor],
     is_token: Tensor | None = None,
+    *,
+    is_exact: bool = False,
 ) -> Tensor:
     """Scale exp(logits) so that every token gives 1/t and every expert receives 1/e.
 
@@ -113,10 +122,12 @@ def sinkhorn(
         logits: [t, e] of this rank; the assignment balances the tokens of all ranks together.
         sum_over_ranks: sums a small tensor over the ranks that share the micro batch.
         is_token: bool [t], False for padding, which contributes nothing.
+        is_exact: add the shares of the tokens exactly, in any order.
     Communication: one sum of e numbers per round.
     """
     # A token's own factor drops out of the assignment: shift each by its largest logit.
-    cost = torch.exp(logits - logits.amax(-1, keepdim=True))
+    shifted = logits - logits.amax(-1, keepdim=True)
+    cost = in_full_vectors(torch.exp, shifted) if is_exact else torch.exp(shifted)
     num_tokens, num_experts = logits.shape
     total = torch.tensor([float(num_tokens)], device=logits.device)
     if is_token is not None:
@@ -126,13 +137,18 @@ def sinkhorn(
     by_token = torch.ones(num_tokens, device=logits.device)
     for _ in range(MAX_SINKHORN_ROUNDS):
         by_token = 1.0 / (total * ((cost * by_expert).sum(-1) + 1e-8))
-        received = sum_over_ranks((cost * by_token[:, None]).sum(0))
+        given = cost * by_token[:, None]
+        received = sum_over_ranks(row_sum(given) if is_exact else given.sum(0)).to(cost.dtype)
         updated = 1.0 / (num_experts * (received + 1e-8))
         change = (updated - by_expert).abs().mean()
         by_expert = updated
         if float(change) < SINKHORN_TOLERANCE:
             break
     return cost * by_expert * by_token[:, None]
+
+
+def _sqrt_softplus(x: Tensor) -> Tensor:
+    return F.softplus(x).sqrt()
 
 
 def _topk_experts(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:

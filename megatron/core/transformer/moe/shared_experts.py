@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.dot_product_attention import gated
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.replicated_linear import ReplicatedLinear, linear_of_all_rows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -56,7 +58,12 @@ class SharedExpertMLP(MLP):
         output, bias = self.linear_fc2(intermediate)
         if bias is not None:
             output = output + bias
-        if self.gate_weight is not None:
+        if self.gate_weight is not None and self.config.layout_invariant_mode:
+            cut = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
+            runs = self.config.sequence_units_of_rank
+            logits = linear_of_all_rows(hidden_states, self.gate_weight, None, cut, runs)
+            output = gated(output, logits, in_vectors=True)
+        elif self.gate_weight is not None:
             logits = F.linear(hidden_states, self.gate_weight)
             output = output * torch.sigmoid(logits.float()).to(output.dtype)
         return output

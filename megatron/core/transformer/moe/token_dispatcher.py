@@ -210,10 +210,10 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
             received = mappings.gather_from_sequence_parallel_region(
                 received, group=expt_tp, output_split_sizes=plan.gathered
             )
-            return _transpose_blocks(received, plan.blocks)
+            return transpose_blocks(received, plan.blocks)
 
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            by_source = _transpose_blocks(output, list(zip(*plan.blocks, strict=True)))
+            by_source = transpose_blocks(output, list(zip(*plan.blocks, strict=True)))
             summed = mappings.reduce_scatter_to_sequence_parallel_region(
                 by_source, expt_tp, plan.gathered
             )
@@ -309,13 +309,13 @@ class _ExchangePlan:
         )
 
 
-def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+def transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Reorder rows from (outer, inner) to (inner, outer).
 
     Args:
         counts: rows of each [outer][inner].
     """
-    if len(counts) <= 1 or len(counts[0]) == 1:
+    if len(counts) <= 1 or len(counts[0]) <= 1:
         return rows
     width = len(counts[0])
     pieces = rows.split([count for row in counts for count in row])

@@ -52,6 +52,36 @@ def by_hand(moe, x):
     return out.view(x.shape)
 
 
+def test_in_a_hash_layer_the_experts_depend_on_the_token_id_alone():
+    moe = layer(moe_n_hash_layers=1, unpadded_vocab_size=9, moe_router_score_function="sigmoid",
+                moe_router_enable_expert_bias=True)  # fmt: skip
+    table = moe.router.token_experts
+    assert moe.router.expert_bias is None
+    assert table.shape == (9, K)
+    assert all(len(set(row)) == K for row in table.tolist())
+    x, ids = tokens(), torch.tensor([[3, 1, 3, 8, 0, 1], [2, 2, 7, 3, 5, 4]])
+    probs, chosen = moe.router(x, token_ids=ids.t())
+    for row, logits, weights in zip(ids.t().flatten(), moe.router._logits(x).flatten(0, 1), probs,
+                                    strict=True):  # fmt: skip
+        scores = logits.sigmoid()[table[row]]
+        expected = torch.zeros(E).scatter(0, table[row], scores / scores.sum())
+        assert_close(weights, expected, FP32_REORDERED_SUM, "weights")
+    assert chosen.sum() == ids.numel() * K
+    with pytest.raises(RuntimeError, match="pass input_ids"):
+        moe(x)
+    output, _ = moe(x, token_ids=ids)
+    again, _ = moe(x.roll(1, 0), token_ids=ids.roll(1, 1))
+    assert_close(again.roll(-1, 0), output, FP32_REORDERED_SUM, "output")
+
+
+def test_hash_layers_have_tables_of_their_own():
+    first = layer(moe_n_hash_layers=2, unpadded_vocab_size=50)
+    table = first.router.token_experts
+    first.set_layer_number(2)
+    assert not torch.equal(table, first.router.token_experts)
+    assert layer(moe_n_hash_layers=0, unpadded_vocab_size=50).router.token_experts is None
+
+
 @pytest.mark.parametrize("latent", [None, 10])
 def test_the_layer_is_a_weighted_sum_of_the_experts_of_each_token(latent):
     moe, x, y = layer(moe_latent_size=latent), tokens(), tokens()

@@ -23,6 +23,7 @@ from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import empty_parameter
+from megatron.core.tensor_parallel.vocab_embedding import exact_rows
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -154,6 +155,8 @@ class LanguageModelEmbedding(MegatronModule):
                 table = self.position_embeddings.weight
                 pieces = [table[begin:end] for begin, end in rows.ranges]
                 positions = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(1)
+            elif self.config.layout_invariant_mode:
+                positions = exact_rows(position_ids.t(), self.position_embeddings.weight)
             else:
                 positions = self.position_embeddings(position_ids.t())
             hidden = hidden + positions

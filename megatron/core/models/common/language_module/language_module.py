@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+from megatron.core.parameters.exact_sum import LOSS_GRID, on_grid
 from megatron.core.parameters.initialization import initialize_parameters
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.parameters.rng import rng_state
@@ -209,17 +210,19 @@ class LanguageModule(MegatronModule):
             logits: [s, b, v/tp].
             overwrite_logits: allow the loss to overwrite the logits.
         Returns:
-            [b, s] fp32.
+            [b, s] fp32; in `layout_invariant_mode` fp64 multiples of `LOSS_GRID`, so that their sum
+            over tokens is exact.
         """
+        config = self.config
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t().contiguous(),
             tp_group=self.tp_group,
-            num_valid=self.config.unpadded_vocab_size,
+            num_valid=config.unpadded_vocab_size,
             overwrite_logits=overwrite_logits,
-            units=self.config.tensor_units,
+            units=config.tensor_units if config.layout_invariant_mode else 0,
         )
-        return _transposed(loss)
+        return _transposed(on_grid(loss, LOSS_GRID) if config.layout_invariant_mode else loss)
 
     def compute_fused_loss(
         self, labels: Tensor, hidden_states: Tensor, weight: Tensor, loss_mask: Tensor | None = None
