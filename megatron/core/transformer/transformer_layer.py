@@ -145,9 +145,11 @@ class TransformerLayer(GraphableMegatronModule):
                 pg_collection=self.pg_collection,
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+        has_experts = config.layer_kind(self.layer_number).has_experts
+        norms_branches = has_experts and config.moe_branch_norms
         self.pre_mlp_layernorm = norm(
             IdentityOp
-            if self.is_reordered or config.share_parallel_norm
+            if self.is_reordered or config.share_parallel_norm or norms_branches
             else submodules.pre_mlp_layernorm
         )
         if config.enable_mhc_connections and self.has_mixer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,28 @@ def with_window(
     if window is None:
         return model
     return replace(model, window_size=(window - 1, 0), window_attn_skip_freq=pattern)
+
+
+def with_blocks(
+    model: ModelDescription, attention: Sequence[dict[str, Any]], ffn: Sequence[dict[str, Any]]
+) -> ModelDescription:
+    """Return `model` with settings by layer, without the sizes that equal the model's sizes."""
+
+    def own(settings: Mapping[str, Any]) -> dict[str, Any]:
+        # The factor on the scores depends on the width of a head: a layer states it again.
+        return {
+            name: value
+            for name, value in settings.items()
+            if name == "softmax_scale" or value != getattr(model, name)
+        }
+
+    blocks = [
+        {"attention": own(one), "ffn": own(other)}
+        for one, other in zip(attention, ffn, strict=True)
+    ]
+    has_own = any(part for block in blocks for part in block.values())
+    text = json.dumps({"block_configs": blocks}) if has_own else None
+    return replace(model, heterogeneous_layers_config_encoded_json=text)
 
 
 def window_fields(settings: ModelDescription) -> dict[str, Any]:

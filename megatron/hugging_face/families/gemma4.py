@@ -1,26 +1,26 @@
 """Gemma 4: layers of two widths and bases, values equal to keys, shared keys, vectors by layer.
 
 Gemma Team, "Gemma 4" (model card and configs, 2026). Only the text models are supported: of a model
-with images and sound (`gemma4`) the language model is read. Layers of experts are refused.
+with images and sound (`gemma4`) the language model is read. In 26B-A4B the experts of a layer are a
+branch beside its MLP.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import window_fields, with_window
+from megatron.hugging_face.families.family import window_fields, with_blocks, with_window
 from megatron.hugging_face.families.gemma import with_norms_around
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import FULL, SLIDING, with_rope_parameters
+from megatron.hugging_face.rope import FULL, SLIDING, rope_by_kind, rope_fields_by_kind
 from megatron.hugging_face.weight_map import (
     WeightRule,
     by_layer_size,
     identity,
-    query_key_value,
+    joined_experts,
     vocabulary,
 )
 
@@ -35,6 +35,31 @@ _NAMES = {
     "num_kv_shared_layers": "num_kv_shared_layers",
     "hidden_size_per_layer_input": "per_layer_embed_dim",
 }
+_EXPERTS = {
+    "num_experts": "num_moe_experts",
+    "top_k_experts": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+_OF_VECTORS = {
+    "per_layer_embedding.projection.": "model.per_layer_model_projection.",
+    "per_layer_embedding.norm.": "model.per_layer_projection_norm.",
+    _MEGATRON + "per_layer_input.gate.": _HF + "per_layer_input_gate.",
+    _MEGATRON + "per_layer_input.projection.": _HF + "per_layer_projection.",
+    _MEGATRON + "per_layer_input.norm.": _HF + "post_per_layer_input_norm.",
+}
+_OF_EXPERTS = {
+    "router.weight": "router.proj.weight",
+    "router.scale": "router.scale",
+    "router.per_expert_scale": "router.per_expert_scale",
+    "input_norm.weight": "pre_feedforward_layernorm_2.weight",
+    "output_norm.weight": "post_feedforward_layernorm_2.weight",
+    "shared_output_norm.weight": "post_feedforward_layernorm_1.weight",
+}
+_OF_DENSE = {
+    "mlp.linear_fc1.layer_norm_": "mlp.shared_input_norm.",
+    "mlp.linear_fc": "mlp.shared_experts.linear_fc",
+}
+"""Part of the name of a dense layer's parameter -> the name beside experts."""
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
@@ -42,22 +67,25 @@ def _settings(config: ConfigFields) -> ModelDescription:
     layers = range(model.num_layers)
     model = with_window(model, config, [(n + 1) % 6 != 0 for n in layers])
     is_local = [*model.windowed_layers[:-1], False]  # Transformers' last layer has no window
-    stated = config.take("rope_parameters", {})
-    local, full = (
-        with_rope_parameters(model, usual | (stated.get(kind) or {}), f"rope_parameters of {kind}")
-        for kind, usual in _ROTARY.items()
-    )
-    serves_both = config.take("attention_k_eq_v", False)
+    rotary = rope_by_kind(model, config, _ROTARY)
+    values = {"attention_k_eq_v": True} if config.take("attention_k_eq_v", False) else {}
     widest = {"head_dim": config.take("global_head_dim", 512)}
-    if serves_both and (groups := config.take("num_global_key_value_heads", None)):
+    if values and (groups := config.take("num_global_key_value_heads", None)):
         widest["num_key_value_heads"] = groups
-    usual_sizes = {str(n): widest for n in layers if not is_local[n]}
-    own = config.take("per_layer_config", usual_sizes)
+    usual = {str(n): widest for n in layers if not is_local[n]}
+    own = config.take("per_layer_config", usual)
     if {name for sizes in own.values() for name in sizes} - _SIZES.keys():
         config.only("per_layer_config")
+    width = "ffn_hidden_size"
+    experts: dict[str, Any] = {}
+    if config.take("enable_moe_block", False):
+        width = "moe_shared_expert_intermediate_size"
+        experts = {**config.take_all(_EXPERTS), "moe_branch_norms": True, "moe_router_scales": True,
+                   width: model.ffn_hidden_size}  # fmt: skip
     model = replace(
-        local,
+        rotary[SLIDING],
         **config.take_all(_NAMES, final_logit_softcapping=None, num_kv_shared_layers=0),
+        **experts,
         window_attn_skip_freq=[int(has_it) for has_it in is_local],
         group_query_attention=True, geglu=True, sandwich_norm=True, qk_layernorm=True,
         v_l2_norm=True, layer_scalar=True, softmax_scale=1.0, rotary_proportional=True,
@@ -65,48 +93,35 @@ def _settings(config: ConfigFields) -> ModelDescription:
     )  # fmt: skip
     if model.per_layer_embed_dim:
         config.only("vocab_size_per_layer_input", model.unpadded_vocab_size)
+    full = rotary[FULL]
     of_full = {"softmax_scale": 1.0, "rotary_base": full.rotary_base,
-               "rotary_percent": full.rotary_percent}  # fmt: skip
-    of_full |= {"attention_k_eq_v": True} if serves_both else {}
+               "rotary_percent": full.rotary_percent, **values}  # fmt: skip
     is_wide = config.take("use_double_wide_mlp", False)
-    blocks = [
-        {
-            "attention": ({} if is_local[n] else of_full)
-            | {
-                _SIZES[name]: size
-                for name, size in own.get(str(n), {}).items()
-                if size != getattr(model, _SIZES[name])
-            },
-            "ffn": {"ffn_hidden_size": 2 * model.ffn_hidden_size}
-            if is_wide and model.shares_key_value(n + 1)
-            else {},
-        }
-        for n in layers
-    ]
-    text = json.dumps({"block_configs": blocks})
-    return replace(model, heterogeneous_layers_config_encoded_json=text)
+    return with_blocks(
+        model,
+        [({} if is_local[n] else of_full)
+         | {_SIZES[name]: size for name, size in own.get(str(n), {}).items()} for n in layers],
+        [{width: (1 + (is_wide and model.shares_key_value(n + 1))) * model.ffn_hidden_size}
+         for n in layers],
+    )  # fmt: skip
 
 
 def _fields(model: ModelDescription) -> dict[str, Any]:
-    fields = {**LLAMA.fields(model), **window_fields(model), **model.fields(_NAMES)}
+    fields = {**LLAMA.fields(model), **window_fields(model), **model.fields(_NAMES | _EXPERTS)}
     del fields["rope_theta"], fields["rope_scaling"]
-    blocks = [dict(block.settings) for block in model.blocks]
-    base, percent = next(
-        ((b["rotary_base"], b["rotary_percent"]) for b in blocks if "rotary_base" in b), (1e6, 0.25)
-    )
+    own = [block.settings for block in model.blocks]
+    widths = {"ffn_hidden_size", "moe_shared_expert_intermediate_size"}
     return {
         **fields,
-        "rope_parameters": {
-            SLIDING: _ROTARY[SLIDING] | {"rope_theta": float(model.rotary_base)},
-            FULL: {**_ROTARY[FULL], "rope_theta": float(base), "partial_rotary_factor": percent},
-        },
-        "attention_k_eq_v": any("attention_k_eq_v" in block for block in blocks),
-        "use_double_wide_mlp": any("ffn_hidden_size" in block for block in blocks),
+        **rope_fields_by_kind(model, _ROTARY),
+        "intermediate_size": model.moe_shared_expert_intermediate_size or model.ffn_hidden_size,
+        "enable_moe_block": model.num_moe_experts is not None,
+        "attention_k_eq_v": any("attention_k_eq_v" in settings for settings in own),
+        "use_double_wide_mlp": any(widths & settings.keys() for settings in own),
         "vocab_size_per_layer_input": model.unpadded_vocab_size,
         "per_layer_config": {
-            str(n): sizes
-            for n, block in enumerate(blocks)
-            if (sizes := {name: block[mine] for name, mine in _SIZES.items() if mine in block})
+            str(n): {name: settings[mine] for name, mine in _SIZES.items() if mine in settings}
+            for n, settings in enumerate(own)
         },
     }
 
@@ -114,32 +129,18 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
 def _rules(model: ModelDescription) -> list[WeightRule]:
     rules = with_norms_around(LLAMA.rules(model))
     rules.append(identity(_MEGATRON + "layer_scalar", _HF + "layer_scalar"))
-    packed, k_norm = (_MEGATRON + f"self_attention.{part}.weight"
-                      for part in ("linear_qkv", "k_layernorm"))  # fmt: skip
-    of_parts: dict[str, list[int]] = {"q": [], "qk": [], "qkv": []}
-    for n in range(model.num_layers):
-        parts = "qk" if model.of_layer(n + 1).attention_k_eq_v else "qkv"
-        of_parts["q" if model.shares_key_value(n + 1) else parts].append(n)
-    with_keys = tuple(of_parts["qk"] + of_parts["qkv"])
-    rules = [
-        replace(rule, layers=with_keys) if rule.megatron_name == k_norm else rule
-        for rule in rules
-        if rule.megatron_name != packed
-    ]
-    for parts, layers in of_parts.items():
-        names = [f"{_HF}self_attn.{part}_proj.weight" for part in parts]
-        rules.append(replace(query_key_value(packed, *names), layers=tuple(layers)))
     if model.per_layer_embed_dim:
-        own, all_layers = _MEGATRON + "per_layer_input.", "per_layer_embedding."
-        rules += [
-            vocabulary(all_layers + "embeddings.weight", "model.embed_tokens_per_layer.weight"),
-            identity(all_layers + "projection.weight", "model.per_layer_model_projection.weight"),
-            identity(all_layers + "norm.weight", "model.per_layer_projection_norm.weight"),
-            identity(own + "gate.weight", _HF + "per_layer_input_gate.weight"),
-            identity(own + "projection.weight", _HF + "per_layer_projection.weight"),
-            identity(own + "norm.weight", _HF + "post_per_layer_input_norm.weight"),
-        ]
-    return by_layer_size(rules, model)
+        table = "per_layer_embedding.embeddings.weight", "model.embed_tokens_per_layer.weight"
+        rules.append(vocabulary(*table))
+        rules += [identity(a + "weight", b + "weight") for a, b in _OF_VECTORS.items()]
+    if model.num_moe_experts:
+        for dense, beside in _OF_DENSE.items():
+            rules = [replace(rule, megatron_name=rule.megatron_name.replace(dense, beside))
+                     for rule in rules]  # fmt: skip
+        rules += [identity(f"{_MEGATRON}mlp.{a}", _HF + b) for a, b in _OF_EXPERTS.items()]
+        tensors = [f"{_HF}experts.{part}_proj" for part in ("gate_up", "down")]
+        rules += joined_experts(model.num_moe_experts, *tensors)
+    return rules
 
 
 GEMMA4 = replace(
@@ -148,9 +149,9 @@ GEMMA4 = replace(
     architecture="Gemma4ForCausalLM",
     settings=_settings,
     fields=_fields,
-    rules=_rules,
+    rules=lambda model: by_layer_size(_rules, model),
     only={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
-          "enable_moe_block": False, "use_bidirectional_attention": None},
+          "use_bidirectional_attention": None},
     unused=("top_k_experts", "num_experts", "moe_intermediate_size", "vocab_size_per_layer_input"),
     absent={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
             "tie_word_embeddings": True, "hidden_size_per_layer_input": 256,

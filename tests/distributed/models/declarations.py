@@ -150,6 +150,11 @@ MODELS: dict[str, Model] = {
         {**_GATED, **_EXPERTS, "moe_shared_expert_intermediate_size": 16,
          "moe_shared_expert_gate": True, "mtp_num_layers": 1, "moe_latent_size": 12},
     ),
+    "experts beside an MLP": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_GATED, **_EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_branch_norms": True,
+         "moe_router_scales": True, "moe_router_topk": 3, "sandwich_norm": True},
+    ),
     "experts one by one": Model(
         ("ring", "gathered"),
         {**_EXPERTS, "moe_grouped_gemm": False, "moe_token_dispatcher_type": "allgather"},

@@ -160,6 +160,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "layer_types": ["full_attention", "sliding_attention", "full_attention",
                          "sliding_attention", "full_attention"]},
     ),
+    "gemma4, experts beside the MLP": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+         "moe_intermediate_size": 48,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "mixtral": (
         "MixtralConfig",
         {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
