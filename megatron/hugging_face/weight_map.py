@@ -96,12 +96,12 @@ def with_others(rules: Iterable[WeightRule], *others: WeightRule) -> list[Weight
 def by_layer_size(
     rules_of: Callable[[ModelDescription], list[WeightRule]], model: ModelDescription
 ) -> list[WeightRule]:
-    """Return the rules of a model of layers of several sizes.
+    """Return the rules of a model of layers of several sizes, or with shared keys and values.
 
     Args:
         rules_of: returns the rules of a model whose layers have the same size.
     """
-    if not model.blocks:
+    if not (model.blocks or model.num_kv_shared_layers):
         return rules_of(model)
     found = [rule for rule in rules_of(model) if "{}" not in rule.megatron_name]
 

@@ -164,6 +164,29 @@ def with_blocks(
     return replace(model, heterogeneous_layers_config_encoded_json=text)
 
 
+def sizes_of_layers(
+    config: ConfigFields, names: Mapping[str, str], usual: Mapping[str, Mapping[str, object]]
+) -> Callable[[int], dict[str, Any]]:
+    """Return a function of the number of a layer, from 0: its settings in `per_layer_config`.
+
+    Args:
+        names: field of a layer -> setting.
+        usual: the value of `per_layer_config` if it is absent: number of a layer -> its fields.
+    """
+    stated = config.take("per_layer_config", usual)
+    if {name for fields in stated.values() for name in fields} - names.keys():
+        config.only("per_layer_config")
+    return lambda n: {names[name]: size for name, size in stated.get(str(n), {}).items()}
+
+
+def fields_of_layers(model: ModelDescription, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `per_layer_config`, the inverse of `sizes_of_layers`."""
+    return {
+        str(n): {name: block.settings[own] for name, own in names.items() if own in block.settings}
+        for n, block in enumerate(model.blocks)
+    }
+
+
 def window_fields(settings: ModelDescription) -> dict[str, Any]:
     """Return the fields of the attention window."""
     window = settings.window_size

@@ -16,10 +16,18 @@ from megatron.hugging_face.families.family import Family, window_fields, with_wi
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope, with_rope_by_window
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, identity, vocabulary
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
+
+_OF_VECTORS = {
+    "per_layer_embedding.projection": "model.per_layer_model_projection",
+    "per_layer_embedding.norm": "model.per_layer_projection_norm",
+    _MEGATRON + "per_layer_input.gate": _HF + "per_layer_input_gate",
+    _MEGATRON + "per_layer_input.projection": _HF + "per_layer_projection",
+    _MEGATRON + "per_layer_input.norm": _HF + "post_per_layer_input_norm",
+}
 
 
 def _first_settings(config: ConfigFields) -> ModelDescription:
@@ -105,6 +113,16 @@ def with_norms_around(rules: Iterable[WeightRule]) -> list[WeightRule]:
     ):
         rules.append(identity(here, f"{_HF}{there}.weight"))
     return rules
+
+
+def vector_rules(model: ModelDescription) -> list[WeightRule]:
+    """Return the rules of the vectors of layers (Gemma 3n and 4), if the model has them."""
+    if not model.per_layer_embed_dim:
+        return []
+    table = "per_layer_embedding.embeddings.weight", "model.embed_tokens_per_layer.weight"
+    return [vocabulary(*table)] + [
+        identity(f"{here}.weight", f"{there}.weight") for here, there in _OF_VECTORS.items()
+    ]
 
 
 GEMMA = replace(

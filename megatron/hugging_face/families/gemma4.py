@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import window_fields, with_blocks, with_window
-from megatron.hugging_face.families.gemma import with_norms_around
+from megatron.hugging_face.families.family import (
+    fields_of_layers,
+    sizes_of_layers,
+    window_fields,
+    with_blocks,
+    with_window,
+)
+from megatron.hugging_face.families.gemma import vector_rules, with_norms_around
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import FULL, SLIDING, rope_by_kind, rope_fields_by_kind
-from megatron.hugging_face.weight_map import (
-    WeightRule,
-    by_layer_size,
-    identity,
-    joined_experts,
-    vocabulary,
-)
+from megatron.hugging_face.weight_map import WeightRule, by_layer_size, identity, joined_experts
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _SIZES = {"head_dim": "kv_channels", "num_key_value_heads": "num_query_groups"}
@@ -35,18 +35,9 @@ _NAMES = {
     "num_kv_shared_layers": "num_kv_shared_layers",
     "hidden_size_per_layer_input": "per_layer_embed_dim",
 }
-_EXPERTS = {
-    "num_experts": "num_moe_experts",
-    "top_k_experts": "moe_router_topk",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-}
-_OF_VECTORS = {
-    "per_layer_embedding.projection.": "model.per_layer_model_projection.",
-    "per_layer_embedding.norm.": "model.per_layer_projection_norm.",
-    _MEGATRON + "per_layer_input.gate.": _HF + "per_layer_input_gate.",
-    _MEGATRON + "per_layer_input.projection.": _HF + "per_layer_projection.",
-    _MEGATRON + "per_layer_input.norm.": _HF + "post_per_layer_input_norm.",
-}
+_EXPERTS = {"num_experts": "num_moe_experts", "top_k_experts": "moe_router_topk",
+            "moe_intermediate_size": "moe_ffn_hidden_size"}  # fmt: skip
+_WIDTHS = "ffn_hidden_size", "moe_shared_expert_intermediate_size"
 _OF_EXPERTS = {
     "router.weight": "router.proj.weight",
     "router.scale": "router.scale",
@@ -68,18 +59,15 @@ def _settings(config: ConfigFields) -> ModelDescription:
     model = with_window(model, config, [(n + 1) % 6 != 0 for n in layers])
     is_local = [*model.windowed_layers[:-1], False]  # Transformers' last layer has no window
     rotary = rope_by_kind(model, config, _ROTARY)
-    values = {"attention_k_eq_v": True} if config.take("attention_k_eq_v", False) else {}
+    values = {"softmax_scale": 1.0, "attention_k_eq_v": config.take("attention_k_eq_v", False)}
     widest = {"head_dim": config.take("global_head_dim", 512)}
-    if values and (groups := config.take("num_global_key_value_heads", None)):
+    if values["attention_k_eq_v"] and (groups := config.take("num_global_key_value_heads", None)):
         widest["num_key_value_heads"] = groups
     usual = {str(n): widest for n in layers if not is_local[n]}
-    own = config.take("per_layer_config", usual)
-    if {name for sizes in own.values() for name in sizes} - _SIZES.keys():
-        config.only("per_layer_config")
-    width = "ffn_hidden_size"
-    experts: dict[str, Any] = {}
-    if config.take("enable_moe_block", False):
-        width = "moe_shared_expert_intermediate_size"
+    own_sizes = sizes_of_layers(config, _SIZES, usual)
+    has_experts = config.take("enable_moe_block", False)
+    width, experts = _WIDTHS[has_experts], {}
+    if has_experts:
         experts = {**config.take_all(_EXPERTS), "moe_branch_norms": True, "moe_router_scales": True,
                    width: model.ffn_hidden_size}  # fmt: skip
     model = replace(
@@ -93,14 +81,11 @@ def _settings(config: ConfigFields) -> ModelDescription:
     )  # fmt: skip
     if model.per_layer_embed_dim:
         config.only("vocab_size_per_layer_input", model.unpadded_vocab_size)
-    full = rotary[FULL]
-    of_full = {"softmax_scale": 1.0, "rotary_base": full.rotary_base,
-               "rotary_percent": full.rotary_percent, **values}  # fmt: skip
+    of_full = values | rotary[FULL].fields({n: n for n in ("rotary_base", "rotary_percent")})
     is_wide = config.take("use_double_wide_mlp", False)
     return with_blocks(
         model,
-        [({} if is_local[n] else of_full)
-         | {_SIZES[name]: size for name, size in own.get(str(n), {}).items()} for n in layers],
+        [({} if is_local[n] else of_full) | own_sizes(n) for n in layers],
         [{width: (1 + (is_wide and model.shares_key_value(n + 1))) * model.ffn_hidden_size}
          for n in layers],
     )  # fmt: skip
@@ -109,30 +94,22 @@ def _settings(config: ConfigFields) -> ModelDescription:
 def _fields(model: ModelDescription) -> dict[str, Any]:
     fields = {**LLAMA.fields(model), **window_fields(model), **model.fields(_NAMES | _EXPERTS)}
     del fields["rope_theta"], fields["rope_scaling"]
-    own = [block.settings for block in model.blocks]
-    widths = {"ffn_hidden_size", "moe_shared_expert_intermediate_size"}
+    stated = {name for block in model.blocks for name in block.settings}
     return {
         **fields,
         **rope_fields_by_kind(model, _ROTARY),
         "intermediate_size": model.moe_shared_expert_intermediate_size or model.ffn_hidden_size,
         "enable_moe_block": model.num_moe_experts is not None,
-        "attention_k_eq_v": any("attention_k_eq_v" in settings for settings in own),
-        "use_double_wide_mlp": any(widths & settings.keys() for settings in own),
+        "attention_k_eq_v": "attention_k_eq_v" in stated,
+        "use_double_wide_mlp": not stated.isdisjoint(_WIDTHS),
         "vocab_size_per_layer_input": model.unpadded_vocab_size,
-        "per_layer_config": {
-            str(n): {name: settings[mine] for name, mine in _SIZES.items() if mine in settings}
-            for n, settings in enumerate(own)
-        },
+        "per_layer_config": fields_of_layers(model, _SIZES),
     }
 
 
 def _rules(model: ModelDescription) -> list[WeightRule]:
-    rules = with_norms_around(LLAMA.rules(model))
+    rules = with_norms_around(LLAMA.rules(model)) + vector_rules(model)
     rules.append(identity(_MEGATRON + "layer_scalar", _HF + "layer_scalar"))
-    if model.per_layer_embed_dim:
-        table = "per_layer_embedding.embeddings.weight", "model.embed_tokens_per_layer.weight"
-        rules.append(vocabulary(*table))
-        rules += [identity(a + "weight", b + "weight") for a, b in _OF_VECTORS.items()]
     if model.num_moe_experts:
         for dense, beside in _OF_DENSE.items():
             rules = [replace(rule, megatron_name=rule.megatron_name.replace(dense, beside))
