@@ -144,7 +144,19 @@ class ModelDescription(
     def of_layer(self, layer_number: int) -> ModelDescription:
         """Return the settings of one layer, by its 1-based number."""
         changes = self.block(layer_number).changes(self)
-        return replace(self, **changes, group_query_attention=True) if changes else self
+        if changes:
+            changes["group_query_attention"] = True
+        if self.num_kv_shared_layers:
+            shared = self.num_layers if self.shares_key_value(layer_number) else 0
+            changes["num_kv_shared_layers"] = shared
+        return replace(self, **changes) if changes else self
+
+    @property
+    def projections(self) -> str:
+        """The letters of the projections before attention, in each layer."""
+        if self.num_kv_shared_layers:
+            return "q"
+        return "qk" if self.attention_k_eq_v else "qkv"
 
     @property
     def experts_width(self) -> int:

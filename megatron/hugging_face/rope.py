@@ -74,6 +74,40 @@ def with_rope_by_window(
     return replace(model, rotary_base_local=int(local_base) if is_whole else local_base)
 
 
+def rope_by_kind(
+    model: ModelDescription, config: ConfigFields, usual: Mapping[str, Mapping[str, object]]
+) -> dict[str, ModelDescription]:
+    """Return `model` with the rotary positions of each kind of layers.
+
+    Args:
+        usual: kind -> its `rope_parameters`, for fields that the config does not contain.
+    """
+    stated = config.take("rope_parameters", {})
+    return {
+        kind: with_rope_parameters(
+            model,
+            {**fields, **(stated.get(kind) or {})},
+            f"rope_parameters of {kind} in {config.source}",
+        )
+        for kind, fields in usual.items()
+    }
+
+
+def rope_fields_by_kind(
+    model: ModelDescription, usual: Mapping[str, Mapping[str, object]]
+) -> dict[str, Any]:
+    """Return the config fields of rotary positions, the inverse of `rope_by_kind`."""
+    found = {kind: dict(fields) for kind, fields in usual.items()}
+    for n, has_window in enumerate(model.windowed_layers):
+        own = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        own |= model.block(n + 1).rotary
+        found[SLIDING if has_window and model.window_size else FULL] |= {
+            "rope_theta": float(own["rotary_base"]),
+            "partial_rotary_factor": own["rotary_percent"],
+        }
+    return {"rope_parameters": found}
+
+
 def with_rope_parameters(
     model: ModelDescription, fields: Mapping[str, object], source: str
 ) -> ModelDescription:
@@ -99,6 +133,9 @@ def with_rope_parameters(
         scaling.only("low_freq_factor", 1.0)
         scaling.only("high_freq_factor", 4.0)
         scaling.only("original_max_position_embeddings", 8192)
+    elif kind == "proportional":
+        scaling.only("factor", 1.0)
+        model = replace(model, rotary_proportional=True)
     elif kind == "linear":
         model = replace(model, rotary_seq_len_interpolation_factor=scaling.take("factor"))
     elif kind == "dynamic":

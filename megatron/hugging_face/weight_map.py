@@ -93,22 +93,30 @@ def with_others(rules: Iterable[WeightRule], *others: WeightRule) -> list[Weight
     return [by_name.get(rule.megatron_name, rule) for rule in rules]
 
 
-def by_layer_size(rules: Iterable[WeightRule], model: ModelDescription) -> list[WeightRule]:
-    """Return rules that read the sizes of each layer, for a model of layers of several sizes."""
-    if not model.blocks:
-        return list(rules)
+def by_layer_size(
+    rules_of: Callable[[ModelDescription], list[WeightRule]], model: ModelDescription
+) -> list[WeightRule]:
+    """Return the rules of a model of layers of several sizes, or with shared keys and values.
 
-    def of_layer(rule: WeightRule, layer: int) -> WeightRule:
-        own = model.of_layer(layer + 1)
+    Args:
+        rules_of: returns the rules of a model whose layers have the same size.
+    """
+    if not (model.blocks or model.num_kv_shared_layers):
+        return rules_of(model)
+    found = [rule for rule in rules_of(model) if "{}" not in rule.megatron_name]
+
+    def of_layer(rule: WeightRule, own: ModelDescription, layer: int) -> WeightRule:
         return replace(
             rule, layers=(layer,), row_map=lambda _model, heights: rule.row_map(own, heights)
         )
 
-    found = []
-    for rule in rules:
-        layers = range(model.num_layers) if rule.layers is None else rule.layers
-        is_of_layers = "{}" in rule.megatron_name
-        found += [of_layer(rule, layer) for layer in layers] if is_of_layers else [rule]
+    for layer in range(model.num_layers):
+        own = model.of_layer(layer + 1)
+        found += [
+            of_layer(rule, own, layer)
+            for rule in rules_of(own)
+            if "{}" in rule.megatron_name and (rule.layers is None or layer in rule.layers)
+        ]
     return found
 
 
@@ -163,13 +171,35 @@ def alternating_experts(
     )
 
 
-def query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
-    """Join separate projections; a group has rows of q/g query heads, one key, one value head."""
+def joined_experts(num_experts: int, fc1: str, fc2: str) -> list[WeightRule]:
+    """Return the rules of a layer's experts; Hugging Face has one tensor of all, gates first.
+
+    Args:
+        fc1, fc2: Hugging Face's tensors, [e, 2i, h] and [e, h, i].
+    """
+    return [
+        alternating_experts(
+            f"decoder.layers.{{}}.mlp.experts.experts.{mine}.weight",
+            theirs,
+            num_experts=num_experts,
+            num_blocks=1,
+            is_transposed=False,
+        )
+        for mine, theirs in (("linear_fc1", fc1), ("linear_fc2", fc2))
+    ]
+
+
+def query_key_value(megatron_name: str, *hf_names: str) -> WeightRule:
+    """Join separate projections; a group has rows of q/g query heads, one key, one value head.
+
+    Args:
+        hf_names: of queries, keys and values; without the tensors that a layer does not have.
+    """
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
-        return _by_group(model, [(0, 0), (1, 0), (2, 0)])
+        return _by_group(model, [(source, 0) for source in range(len(hf_names))])
 
-    return WeightRule(megatron_name, (query, key, value), row_map)
+    return WeightRule(megatron_name, hf_names, row_map)
 
 
 def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
@@ -203,7 +233,7 @@ def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> lis
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
     width = model.head_dim
     queries = model.num_attention_heads // model.num_key_value_heads * width
-    heights = (queries, width, model.value_dim)
+    heights = (queries, width, model.value_dim)[: len(starts)]
     found, megatron_begin = [], 0
     for group in range(model.num_key_value_heads):
         for (source, start), height in zip(starts, heights, strict=True):

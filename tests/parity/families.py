@@ -226,8 +226,14 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             theirs = saved(case, Path(folder))
-            has_experts = read_model_directory(Path(folder)).settings.num_moe_experts is not None
-            for layout in usual + of_experts * has_experts:
+            settings = read_model_directory(Path(folder)).settings
+            layouts = usual + of_experts * (settings.num_moe_experts is not None)
+            if settings.num_kv_shared_layers or settings.per_layer_embed_dim:
+                # Such a model has one stage.
+                layouts = tuple(x for x in layouts if x["pp"] == 1) + (
+                    {"tp": 2, "pp": 1, "sp": True},
+                )
+            for layout in layouts:
                 num_cases += 1
                 name = " ".join(f"{k}{int(v)}" for k, v in layout.items())
                 try:

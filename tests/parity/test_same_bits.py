@@ -54,6 +54,36 @@ def test_split_sequences_of_experts_latents_and_later_tokens_have_the_bits_of_on
     assert differences(one, other) == []
 
 
+MODEL_OF_SHARED_KEYS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --kv-channels 32"
+    " --ffn-hidden-size 256 --seq-length 16 --vocab-size 89 --tokenizer-type NullTokenizer"
+    " --layout-invariant-mode --layout-invariant-tensor-units 4"
+    " --layout-invariant-sequence-units 8 --num-workers 0 --log-interval 1 --log-params-norm"
+    " --distributed-backend gloo --micro-batch-size 1 --global-batch-size 4 --train-iters 2"
+    " --data-path CORPUS --seed 77 --lr 0.001 --lr-decay-style constant --eval-iters 0"
+    " --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope"
+    " --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention"
+    " --num-query-groups 2 --qk-layernorm --sandwich-norm --v-l2-norm --attention-k-eq-v"
+    " --layer-scalar --num-kv-shared-layers 2 --per-layer-embed-dim 32 --rotary-proportional"
+    " --rotary-percent 0.5 --bf16"
+)
+
+
+@pytest.mark.distributed
+def test_shared_keys_and_vectors_of_layers_have_the_bits_of_one_process(tmp_path):
+    execution, settings = Execution(tmp_path), from_words(MODEL_OF_SHARED_KEYS.split())
+    one = execution.run(Case(1, False, settings))
+    assert one.kind is Kind.EQUAL, one.text
+    for ranks, layout in (
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+        (2, "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"),
+    ):
+        other = execution.run(Case(ranks, False, settings | from_words(layout.split())))
+        assert other.kind is Kind.EQUAL, other.text
+        assert differences(one, other) == [], layout
+
+
 def num_equal(folder: Path, drawn: Iterable[Case]) -> int:
     """Count the cases whose bits are the bits of one process; fail at a case that differs."""
     execution, of_one, count = Execution(folder), {}, 0

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.offload.saved_activations import offloading
@@ -29,11 +28,10 @@ from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.dot_product_attention import gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import cos_sin, factor_by_position, rotate
+from megatron.core.transformer.rotary import cos_sin, factor_by_position, positions_of, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import L2Norm, RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -204,6 +202,7 @@ class Attention(MegatronModule):
         sequence_len_offset: object = None,
         *,
         chosen_keys: dict[int, Tensor] | None = None,
+        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
         inference_params: StaticInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -216,6 +215,8 @@ class Attention(MegatronModule):
                 `rotary_pos_cos` and `_sin`, if given, are their cosine and sine, computed once for
                 all layers.
             chosen_keys: for a core of sparse attention; see `SparseAttention.forward`.
+            keys_values: window -> rotated keys and values of the last layer with this window, for
+                layers that share them. A layer with keys of its own replaces the entry.
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
@@ -234,8 +235,14 @@ class Attention(MegatronModule):
         if self.config.scales_queries(self.layer_number):
             if positions is None:
                 s, b = query.shape[:2]
-                positions = self.positions_of(s, query.device, packed_seq_params, b)
+                cp = self.pg_collection.microbatch_cp
+                positions = positions_of(s, query.device, cp, packed_seq_params, b)
             query = query * factor_by_position(positions, self.config).to(query.dtype)
+        if keys_values is not None:
+            window = self.config.window_of(self.layer_number)
+            if key is not None:
+                keys_values[window] = key, value
+            key, value = keys_values[window]
         split = len(others) - self.num_late_inputs
         extra, late = others[:split], others[split:]
         sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
@@ -279,17 +286,6 @@ class Attention(MegatronModule):
         projected tensors: here the gate, if there is one."""
         return gated(attended, *late, in_vectors=self.config.layout_invariant_mode)
 
-    def positions_of(
-        self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int
-    ) -> Tensor:
-        """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
-        cp = self.pg_collection.microbatch_cp
-        positions = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK).positions(device)
-        if packed is None:
-            return positions[:, None]
-        documents = packed.resolve(batch, num_tokens * cp.size(), device)
-        return documents.positions.t()[positions]
-
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
 
@@ -308,10 +304,11 @@ class SelfAttention(Attention):
         self.queries_per_group = config.num_attention_heads // groups
         value_head = config.v_channels or head
         self.output_width = config.num_attention_heads * value_head
-        num_query_parts = 2 if config.attention_output_gate else 1
-        queries = self.queries_per_group * head
-        self.rows_of_group = (*[queries] * num_query_parts, head, value_head)
-        """Number of rows of a group: queries, gates if any, key, value."""
+        queries = [self.queries_per_group * head] * (1 + config.attention_output_gate)
+        keys = [head] if config.attention_k_eq_v else [head, value_head]
+        shares = config.shares_key_value(self.layer_number)
+        self.rows_of_group = (*queries, *([] if shares else keys))
+        """Number of rows of a group: queries; if the layer has them, gates, key, value."""
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
             config.hidden_size,
@@ -334,9 +331,10 @@ class SelfAttention(Attention):
             across = {"tp_group": self.pg_collection.tp}
             norms = (ModuleSpec(module=RMSNormAcrossHeads, params=across),) * 2
             widths = [config.num_attention_heads * head, groups * head]
-        self.q_layernorm, self.k_layernorm = (
+        of_keys = (None, None) if shares else (norms[1], L2Norm if config.v_l2_norm else None)
+        self.q_layernorm, self.k_layernorm, self.v_layernorm = (
             self.norm(spec, width, is_sharded=True)
-            for spec, width in zip(norms, widths, strict=True)
+            for spec, width in zip((norms[0], *of_keys), [*widths, head], strict=True)
         )
         self.uses_rotary = config.rotates_in(self.layer_number)
 
@@ -351,8 +349,8 @@ class SelfAttention(Attention):
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         Returns:
-            query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d]; with
-            `config.attention_output_gate` the gate [s, b, n/tp * d].
+            query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d], or None in a layer that
+            shares them; with `config.attention_output_gate` the gate [s, b, n/tp * d].
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -360,7 +358,9 @@ class SelfAttention(Attention):
         with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):
             packed, _ = self.linear_qkv(hidden_states)
         query, key, value, *gate = self._unpack(packed)
-        if self.config.attention_value_scale != 1.0:
+        if self.v_layernorm is not None:
+            value = self.v_layernorm(value)
+        if self.config.attention_value_scale != 1.0 and value is not None:
             value = value * self.config.attention_value_scale
         if not self.config.qk_layernorm_after_rope:
             query, key = self._normed(query, key)
@@ -385,8 +385,8 @@ class SelfAttention(Attention):
         angles, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
-        in_parts = in_parts or self.config.attention_output_gate or bool(self.config.v_channels)
-        in_parts = in_parts or self.config.attention_value_scale != 1.0
+        in_parts = in_parts or len(self.rows_of_group) != 3 or bool(self.config.v_channels)
+        in_parts = in_parts or self.config.attention_value_scale != 1.0 or self.config.v_l2_norm
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
         config = self.config
         how = {"interleaved": config.rotary_interleaved, "fuses": config.apply_rope_fusion}
@@ -399,7 +399,8 @@ class SelfAttention(Attention):
                 if cos is None or sin is None:
                     angles = angles[0] if isinstance(angles, tuple) else angles
                     cos, sin = cos_sin(angles, query.dtype, self.config.rotary_amplitude)
-                query, key = rotate(query, cos, sin, **how), rotate(key, cos, sin, **how)
+                query = rotate(query, cos, sin, **how)
+                key = key if key is None else rotate(key, cos, sin, **how)
             if self.config.qk_layernorm_after_rope:
                 query, key = self._normed(query, key)
             return query, key, *others
@@ -421,26 +422,23 @@ class SelfAttention(Attention):
         rows = torch.cat([factor.expand(-1, size) for factor, size in sized], 1)
         return [(self.linear_qkv, rows.flatten())]
 
-    def _unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+    def _unpack(self, packed: Tensor) -> tuple[Any, ...]:
         """Split the projection into query, key and value heads, and gates if it has any."""
         s, b, _ = packed.shape
         d, rows = self.hidden_size_per_attention_head, list(self.rows_of_group)
-        tp = self.pg_collection.tp
-        groups, tp_size = self.config.num_query_groups, tp.size()
+        tp, part, groups = self.pg_collection.tp, 0, self.config.num_query_groups
         assert groups
+        if tp.size() > groups:
+            # Several ranks share a group: its key and value may be on another rank.
+            packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
+            group, part = divmod(tp.rank(), tp.size() // groups)
+            grouped = packed.view(s, b, groups, sum(rows))[:, :, group : group + 1]
+        else:
+            grouped = packed.view(s, b, groups // tp.size(), sum(rows))
+        parts = torch.split(grouped, rows, dim=3)
         local = self.num_attention_heads_per_partition
-        if tp_size <= groups:
-            grouped = packed.view(s, b, groups // tp_size, sum(rows))
-            query, *gate, key, value = torch.split(grouped, rows, dim=3)
-            gate = [part.reshape(s, b, local * d) for part in gate]
-            return query.reshape(s, b, local, d), key, value, *gate
-        # Several ranks share a group: its key and value may be on another rank.
-        packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
-        ranks_per_group = tp_size // groups
-        group, part = divmod(tp.rank(), ranks_per_group)
-        grouped = packed.view(s, b, groups, sum(rows))[:, :, group]
-        query, *gate, key, value = torch.split(grouped, rows, dim=2)
+        first_key = 1 + self.config.attention_output_gate
         mine = slice(part * local * d, (part + 1) * local * d)
-        gate = [part[:, :, mine] for part in gate]
-        query = query[:, :, mine].view(s, b, local, d)
-        return query, key.unsqueeze(2), value.unsqueeze(2), *gate
+        query, *gate = (heads.reshape(s, b, -1)[:, :, mine] for heads in parts[:first_key])
+        keys = parts[first_key:] or (None,)
+        return query.view(s, b, local, d), keys[0], keys[-1], *gate

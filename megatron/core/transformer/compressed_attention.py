@@ -49,7 +49,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
-from megatron.core.transformer.rotary import rotate_last
+from megatron.core.transformer.rotary import positions_of, rotate_last
 from megatron.core.transformer.sparse_attention import (
     BLOCK_ELEMENTS,
     SparseAttention,
@@ -421,7 +421,7 @@ class CompressedSelfAttention(MLASelfAttention):
         key = self.kv_layernorm(self.linear_kv_down_proj(hidden_states)[0])
         key = self._for_all_heads(key).unsqueeze(2)
         if positions is None:
-            positions = self.positions_of(query.shape[0], query.device, None, query.shape[1])
+            positions = positions_of(len(query), query.device, self.pg_collection.microbatch_cp)
         core = self.core_attention
         cos, sin = core.rotary(positions, query, self.config.rope_interleave)
         query, key = core.turned(query, cos, sin), core.turned(key, cos, sin)

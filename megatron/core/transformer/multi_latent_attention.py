@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.unit_products import copies
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.rotary import cos_sin
+from megatron.core.transformer.rotary import cos_sin, positions_of
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
@@ -215,7 +215,7 @@ class MLASelfAttention(Attention):
             shared_key = shared_key.view(s, b, -1, p).expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
-            positions = self.positions_of(s, query.device, None, b)
+            positions = positions_of(s, query.device, self.pg_collection.microbatch_cp)
         cos, sin = self.rotary(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel

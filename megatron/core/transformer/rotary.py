@@ -8,8 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import ROTARY, UNFUSED
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,6 +26,21 @@ def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[
     if amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude
     return cos.to(dtype), sin.to(dtype)
+
+
+def positions_of(
+    num_tokens: int,
+    device: torch.device,
+    cp: Group,
+    packed: PackedSeqParams | None = None,
+    batch: int = 1,
+) -> Tensor:
+    """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
+    positions = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK).positions(device)
+    if packed is None:
+        return positions[:, None]
+    documents = packed.resolve(batch, num_tokens * cp.size(), device)
+    return documents.positions.t()[positions]
 
 
 def factor_by_position(positions: Tensor, config: TransformerConfig) -> Tensor:

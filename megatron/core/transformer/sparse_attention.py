@@ -46,6 +46,7 @@ from megatron.core.transformer.indexer import (
     IndexerSubmodules,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.rotary import positions_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -289,7 +290,8 @@ class SparseLatentAttention(MLASelfAttention):
         if self.uses_rotary:
             if positions is None:
                 num_tokens = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
-                positions = self.positions_of(num_tokens, hidden_states.device, None, 1)
+                cp, device = self.pg_collection.microbatch_cp, hidden_states.device
+                positions = positions_of(num_tokens, device, cp)
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             interleaved = config.dsa_indexer_rope_interleaved
             cos_sin = self.rotary(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)

@@ -1,7 +1,8 @@
-"""The norm of a config, alone or in one module with the linear layer after it."""
+"""The norm of a config, alone, before a branch, or in one module with the linear layer after it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.topology.group import Group
 from megatron.core.transformer.norm import NORMS, Norm, RMSNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -148,3 +150,25 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         norm.training = self.training
         parameters = [getattr(self, f"layer_norm_{name}") for name in norm.initial]
         return super().forward(norm.normalize(input_, *parameters), weight, runtime_gather_output)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """The norm of a branch's input.
+
+    `branch` is in the compute dtype; `output` is the norm's own output, None if it may be dropped.
+    """
+
+    branch: Tensor
+    output: Tensor | None
+    dropped: CheckpointWithoutOutput | None
+
+    def drop_after(self, used: Tensor) -> None:
+        """Free the norm's output, if it may be dropped, after `used` was computed from it."""
+        if self.dropped is not None:
+            self.dropped.discard_output_and_register_recompute(used)
+
+
+def normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    """Return the norm of a branch's output, its bias included."""
+    return norm(output if bias is None else output + bias), None

@@ -176,6 +176,7 @@ class TransformerBlock(GraphableMegatronModule):
         *,
         other_rotary_pos_emb: Mapping[tuple[tuple[str, float], ...], Tensor] | None = None,
         added_states: Sequence[Tensor] = (),
+        vectors_of_layers: Tensor | None = None,
         token_ids: Tensor | None = None,
         inference_params: BaseInferenceContext | None = None,
         dynamic_inference_decode_only: object = None,
@@ -190,6 +191,7 @@ class TransformerBlock(GraphableMegatronModule):
                 they differ.
             added_states: tensors of the shape of `hidden_states`; entry i is added after layer i of
                 the model. The layers must be on this stage.
+            vectors_of_layers: [s, b, L, p], see `PerLayerEmbedding`.
             token_ids: int64 [b, s/cp], for layers that are routed by them.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
@@ -243,6 +245,10 @@ class TransformerBlock(GraphableMegatronModule):
         if self.config.dsa_indexer_topk_freq > 1:
             # Of this pass: a recomputation after the next micro batch finds the same keys.
             common["chosen_keys"] = {}
+        if self.config.num_kv_shared_layers:
+            common["keys_values"] = {}
+        if vectors_of_layers is not None:
+            common["vectors_of_layers"] = vectors_of_layers
 
         def run(first: int, last: int) -> Callable[..., Any]:
             own_layers = self.layers[first:last]

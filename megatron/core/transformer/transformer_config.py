@@ -28,7 +28,9 @@ from megatron.core.transformer.config.attention import (
     PositionConfig,
     QueryKeyClipConfig,
     SparseAttentionConfig,
+    key_value_problems,
     latent_attention_problems,
+    shared_key_value_problems,
     sparse_attention_problems,
 )
 from megatron.core.transformer.config.block import BlockConfig, block_problems
@@ -203,6 +205,7 @@ def view_problems(config: TransformerConfig) -> Iterator[MegatronError]:
         view, kind = config.of_layer(layer), config.layer_kind(layer)
         checks: list[Callable[[Any], Iterable[MegatronError]]] = [
             shape_problems, block_problems, split_problems, context_parallel_problems,
+            key_value_problems,
         ]  # fmt: skip
         found = chain(
             block.problems(config, kind),
@@ -262,6 +265,7 @@ _CHECKS: tuple[Callable[[Any], Iterable[MegatronError]], ...] = (
     shape_problems,
     block_problems,
     latent_attention_problems,
+    key_value_problems,
     linear_attention_problems,
     precision_problems,
     combination_problems,
@@ -315,6 +319,7 @@ class TransformerConfig(
         if not problems:  # these compute with the sizes
             kinds = chain(self.layer_kinds(), *self.prediction_kinds())
             checks = [split_problems, context_parallel_problems, view_problems]
+            checks.append(shared_key_value_problems)
             if any(kind.is_sparse or kind.is_compressed for kind in kinds):
                 checks.append(sparse_attention_problems)
             problems += chain.from_iterable(check(self) for check in checks)

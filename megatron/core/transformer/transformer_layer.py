@@ -37,8 +37,10 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.per_layer_embedding import PerLayerInput, layer_scalar
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.torch_norm import Normed, normed_branch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -83,6 +85,7 @@ class TransformerLayer(GraphableMegatronModule):
     """
 
     pg_collection: ProcessGroupCollection
+    layer_scalar: Tensor
 
     def __init__(
         self,
@@ -121,8 +124,7 @@ class TransformerLayer(GraphableMegatronModule):
 
         self.is_reordered = config.is_reordered(self.layer_number)
         self.norms_outputs = config.sandwich_norm or self.is_reordered
-        of_input = IdentityOp if self.is_reordered else submodules.input_layernorm
-        self.input_layernorm = norm(of_input)
+        self.input_layernorm = norm(IdentityOp if self.is_reordered else submodules.input_layernorm)
         self.self_attention = build_module(
             submodules.self_attention,
             config=config,
@@ -143,17 +145,17 @@ class TransformerLayer(GraphableMegatronModule):
                 pg_collection=self.pg_collection,
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+        has_experts = config.layer_kind(self.layer_number).has_experts
+        norms_branches = has_experts and config.moe_branch_norms
         self.pre_mlp_layernorm = norm(
             IdentityOp
-            if self.is_reordered or config.share_parallel_norm
+            if self.is_reordered or config.share_parallel_norm or norms_branches
             else submodules.pre_mlp_layernorm
         )
-        if config.enable_mhc_connections:
-            tp = self.pg_collection.tp
-            if self.has_mixer:
-                self.self_attention_hyper_connection = HyperConnection(config, tp)
-            if self.has_mlp:
-                self.mlp_hyper_connection = HyperConnection(config, tp)
+        if config.enable_mhc_connections and self.has_mixer:
+            self.self_attention_hyper_connection = HyperConnection(config, self.pg_collection.tp)
+        if config.enable_mhc_connections and self.has_mlp:
+            self.mlp_hyper_connection = HyperConnection(config, self.pg_collection.tp)
         if self.norms_outputs:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
@@ -164,6 +166,10 @@ class TransformerLayer(GraphableMegatronModule):
         if has_experts:
             self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        if config.per_layer_embed_dim:
+            self.per_layer_input = PerLayerInput(config, self.pg_collection)
+        if config.layer_scalar:
+            self.register_buffer("layer_scalar", layer_scalar(config))
 
         # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
@@ -201,6 +207,8 @@ class TransformerLayer(GraphableMegatronModule):
         *,
         token_ids: Tensor | None = None,
         chosen_keys: dict[int, Tensor] | None = None,
+        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        vectors_of_layers: Tensor | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
@@ -211,8 +219,9 @@ class TransformerLayer(GraphableMegatronModule):
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
             token_ids: int64 [b, s/cp], for layers that are routed by them (`moe_n_hash_layers`).
-            chosen_keys: the keys that layers of this pass have chosen, for layers that share them;
-                see `SparseAttention.forward`.
+            chosen_keys, keys_values: keys chosen, and keys and values computed, by earlier layers
+                of this pass; see `SparseAttention.forward` and `Attention.forward`.
+            vectors_of_layers: [s, b, L, p], see `PerLayerEmbedding`.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -230,6 +239,7 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states, normed = self._forward_attention(
                     hidden_states,
                     **({"chosen_keys": chosen_keys} if is_sparse else {}),
+                    **({} if keys_values is None else {"keys_values": keys_values}),
                     attention_mask=attention_mask,
                     inference_context=inference_context or inference_params,
                     rotary_pos_emb=rotary_pos_emb,
@@ -248,6 +258,11 @@ class TransformerLayer(GraphableMegatronModule):
                     "token_ids": token_ids,
                 }
                 hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
+            if vectors_of_layers is not None:
+                own = vectors_of_layers[:, :, self.layer_number - 1]
+                hidden_states = self.per_layer_input(hidden_states, own)
+            if self.config.layer_scalar:
+                hidden_states = hidden_states * self.layer_scalar
             return hidden_states, context
 
     def _context_parallel_options(self) -> dict[str, Any]:
@@ -301,7 +316,7 @@ class TransformerLayer(GraphableMegatronModule):
         )
         return not is_apart and norm.adds(residual)
 
-    def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> _Normed:
+    def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> Normed:
         """Return the norm of a branch's input.
 
         Args:
@@ -313,9 +328,9 @@ class TransformerLayer(GraphableMegatronModule):
 
         if recomputes and self.training:
             dropped = CheckpointWithoutOutput()
-            return _Normed(dropped.checkpoint(for_branch, x), None, dropped)
+            return Normed(dropped.checkpoint(for_branch, x), None, dropped)
         output = norm(x)
-        return _Normed(in_compute_dtype(output, self.config), output, None)
+        return Normed(in_compute_dtype(output, self.config), output, None)
 
     def _streams(self, hidden_states: Tensor, name: str) -> tuple[Tensor, Tensor | Residual]:
         """Return the input of a branch, and the residual that its output is added to."""
@@ -324,7 +339,7 @@ class TransformerLayer(GraphableMegatronModule):
         found: tuple[Tensor, Residual] = getattr(self, name)(hidden_states)
         return found
 
-    def _residual(self, hidden_states: Tensor | Residual, normed: _Normed) -> Tensor | Residual:
+    def _residual(self, hidden_states: Tensor | Residual, normed: Normed) -> Tensor | Residual:
         """Return the residual that a branch is added to."""
         residual = hidden_states
         if isinstance(residual, Residual):
@@ -347,7 +362,7 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
         if self.norms_outputs:
-            output = _normed_branch(self.post_self_attn_layernorm, *output)
+            output = normed_branch(self.post_self_attn_layernorm, *output)
         residual = self._residual(residual, normed)
         added, norm_of_sum = self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
         return added, normed.output if self.config.share_parallel_norm else norm_of_sum
@@ -383,7 +398,7 @@ class TransformerLayer(GraphableMegatronModule):
                     self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
                 )
         else:
-            normed = _Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
+            normed = Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
@@ -393,7 +408,7 @@ class TransformerLayer(GraphableMegatronModule):
             output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
         if self.norms_outputs:
-            output = _normed_branch(self.post_mlp_layernorm, *output)
+            output = normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -416,25 +431,3 @@ class TransformerLayer(GraphableMegatronModule):
         renames = self.submodules_config.sharded_state_dict_keys_map
         replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
         return declared
-
-
-@dataclass(frozen=True)
-class _Normed:
-    """The norm of a branch's input.
-
-    `branch` is in the compute dtype; `output` is the norm's own output, None if it may be dropped.
-    """
-
-    branch: Tensor
-    output: Tensor | None
-    dropped: CheckpointWithoutOutput | None
-
-    def drop_after(self, used: Tensor) -> None:
-        """Free the norm's output, if it may be dropped, after `used` was computed from it."""
-        if self.dropped is not None:
-            self.dropped.discard_output_and_register_recompute(used)
-
-
-def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-    """Return the norm of a branch's output, its bias included."""
-    return norm(output if bias is None else output + bias), None

@@ -15,6 +15,7 @@ from megatron.hugging_face.families import (
     deepseek_relatives,
     experts,
     gemma,
+    gemma4,
     glm,
     gpt2,
     gpt_neox,
@@ -48,6 +49,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_neox.GPT_NEOX,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    gemma4.GEMMA4,
     experts.MIXTRAL,
     experts.QWEN3_MOE,
     deepseek.DEEPSEEK_V2,
@@ -97,6 +99,7 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Type of published files without a class in Transformers -> type with the same model."""
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text"},
+    "gemma4": {"model_type": "gemma4_text"},
     "mistral3": {"model_type": "mistral"},
     "kimi_k25": {"model_type": "deepseek_v3"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
@@ -109,7 +112,9 @@ _OF_IMAGES = {
     "text_config", "vision_config", "image_token_index", "image_token_id", "boi_token_index",
     "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
     "multimodal_projector_bias", "spatial_merge_size", "video_token_id", "vision_start_token_id",
-    "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
+    "vision_end_token_id", "audio_config", "boi_token_id", "eoi_token_id", "boa_token_id",
+    "eoa_token_id", "eoa_token_index", "audio_token_id",
+    "projection_hidden_size", "projection_layer_norm_eps",
 }  # fmt: skip
 """Fields of such a config that do not affect the language model."""
 _LANGUAGE_NAMES = {
@@ -119,6 +124,7 @@ _LANGUAGE_NAMES = {
 }
 _IMAGE_WEIGHTS = {
     r"(model\.)?(vision_tower|visual|(mm|multi_modal)_projector)\..*": "the encoder of images",
+    r"(model\.)?(audio_tower|embed_(vision|audio))\..*": "the encoder of sound",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,51 @@ def with_window(
     if window is None:
         return model
     return replace(model, window_size=(window - 1, 0), window_attn_skip_freq=pattern)
+
+
+def with_blocks(
+    model: ModelDescription, attention: Sequence[dict[str, Any]], ffn: Sequence[dict[str, Any]]
+) -> ModelDescription:
+    """Return `model` with settings by layer, without the sizes that equal the model's sizes."""
+
+    def own(settings: Mapping[str, Any]) -> dict[str, Any]:
+        # The factor on the scores depends on the width of a head: a layer states it again.
+        return {
+            name: value
+            for name, value in settings.items()
+            if name == "softmax_scale" or value != getattr(model, name)
+        }
+
+    blocks = [
+        {"attention": own(one), "ffn": own(other)}
+        for one, other in zip(attention, ffn, strict=True)
+    ]
+    has_own = any(part for block in blocks for part in block.values())
+    text = json.dumps({"block_configs": blocks}) if has_own else None
+    return replace(model, heterogeneous_layers_config_encoded_json=text)
+
+
+def sizes_of_layers(
+    config: ConfigFields, names: Mapping[str, str], usual: Mapping[str, Mapping[str, object]]
+) -> Callable[[int], dict[str, Any]]:
+    """Return a function of the number of a layer, from 0: its settings in `per_layer_config`.
+
+    Args:
+        names: field of a layer -> setting.
+        usual: the value of `per_layer_config` if it is absent: number of a layer -> its fields.
+    """
+    stated = config.take("per_layer_config", usual)
+    if {name for fields in stated.values() for name in fields} - names.keys():
+        config.only("per_layer_config")
+    return lambda n: {names[name]: size for name, size in stated.get(str(n), {}).items()}
+
+
+def fields_of_layers(model: ModelDescription, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `per_layer_config`, the inverse of `sizes_of_layers`."""
+    return {
+        str(n): {name: block.settings[own] for name, own in names.items() if own in block.settings}
+        for n, block in enumerate(model.blocks)
+    }
 
 
 def window_fields(settings: ModelDescription) -> dict[str, Any]:

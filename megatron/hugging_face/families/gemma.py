@@ -7,7 +7,7 @@ supported: of Gemma 3 with images (`gemma3`) the language model is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,18 @@ from megatron.hugging_face.families.family import Family, window_fields, with_wi
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope, with_rope_by_window
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, identity, vocabulary
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
+
+_OF_VECTORS = {
+    "per_layer_embedding.projection": "model.per_layer_model_projection",
+    "per_layer_embedding.norm": "model.per_layer_projection_norm",
+    _MEGATRON + "per_layer_input.gate": _HF + "per_layer_input_gate",
+    _MEGATRON + "per_layer_input.projection": _HF + "per_layer_projection",
+    _MEGATRON + "per_layer_input.norm": _HF + "post_per_layer_input_norm",
+}
 
 
 def _first_settings(config: ConfigFields) -> ModelDescription:
@@ -94,10 +102,10 @@ def _gemma3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**_common_fields(settings), "rope_local_base_freq": float(local)}
 
 
-def _rules(settings: ModelDescription) -> list[WeightRule]:
+def with_norms_around(rules: Iterable[WeightRule]) -> list[WeightRule]:
     """Return Llama's rules, with norms before and after both the attention and the MLP."""
     before_mlp = _MEGATRON + "mlp.linear_fc1.layer_norm_weight"
-    rules = [rule for rule in LLAMA.rules(settings) if rule.megatron_name != before_mlp]
+    rules = [rule for rule in rules if rule.megatron_name != before_mlp]
     for here, there in (
         (before_mlp, "pre_feedforward_layernorm"),
         (_MEGATRON + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
@@ -105,6 +113,16 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     ):
         rules.append(identity(here, f"{_HF}{there}.weight"))
     return rules
+
+
+def vector_rules(model: ModelDescription) -> list[WeightRule]:
+    """Return the rules of the vectors of layers (Gemma 3n and 4), if the model has them."""
+    if not model.per_layer_embed_dim:
+        return []
+    table = "per_layer_embedding.embeddings.weight", "model.embed_tokens_per_layer.weight"
+    return [vocabulary(*table)] + [
+        identity(f"{here}.weight", f"{there}.weight") for here, there in _OF_VECTORS.items()
+    ]
 
 
 GEMMA = replace(
@@ -131,7 +149,7 @@ def _family(
         architecture=architecture,
         settings=settings,
         fields=fields,
-        rules=_rules,
+        rules=lambda settings: with_norms_around(LLAMA.rules(settings)),
         only=GEMMA.only,
         absent={
             "num_key_value_heads": 4,

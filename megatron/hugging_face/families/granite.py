@@ -22,7 +22,7 @@ from megatron.hugging_face.families.state_space import (
     mixer_settings,
 )
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
+from megatron.hugging_face.weight_map import WeightRule, identity, joined_experts
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -92,15 +92,10 @@ def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
     return [
         identity(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
         identity(here + "router.weight", there + "router.layer.weight"),
-        *(
-            alternating_experts(
-                f"{here}experts.experts.{mine}.weight",
-                f"{there}{theirs}.weight",
-                num_experts=settings.num_moe_experts or 1,
-                num_blocks=1,
-                is_transposed=False,
-            )
-            for mine, theirs in (("linear_fc1", "input_linear"), ("linear_fc2", "output_linear"))
+        *joined_experts(
+            settings.num_moe_experts or 1,
+            there + "input_linear.weight",
+            there + "output_linear.weight",
         ),
     ]
 

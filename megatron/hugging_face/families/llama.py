@@ -63,7 +63,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     rules = [
         vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         identity(attention + "linear_qkv.layer_norm_weight", _HF + "input_layernorm.weight"),
-        projections("weight"),
+        projections("weight", settings.projections),
         identity(attention + "linear_proj.weight", hf_prefix + "o_proj.weight"),
         identity(
             _LAYER + "mlp.linear_fc1.layer_norm_weight",
@@ -78,18 +78,19 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
         identity("decoder.final_layernorm.weight", "model.norm.weight"),
     ]
     if settings.add_qkv_bias:
-        rules.append(projections("bias"))
+        rules.append(projections("bias", settings.projections))
     if settings.qk_layernorm:
         rules.append(identity(attention + "q_layernorm.weight", hf_prefix + "q_norm.weight"))
-        rules.append(identity(attention + "k_layernorm.weight", hf_prefix + "k_norm.weight"))
+        if "k" in settings.projections:
+            rules.append(identity(attention + "k_layernorm.weight", hf_prefix + "k_norm.weight"))
     if settings.untie_embeddings_and_output_weights:
         rules.append(vocabulary("output_layer.weight", "lm_head.weight"))
     return rules
 
 
-def projections(kind: str) -> WeightRule:
+def projections(kind: str, parts: str = "qkv") -> WeightRule:
     """Return the rule of the weights or biases of queries, keys and values."""
-    names = [f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv"]
+    names = [f"{_HF}self_attn.{part}_proj.{kind}" for part in parts]
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
 
 

@@ -6,19 +6,21 @@ left out.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import judged_by_sigmoid, with_expert_layers
-from megatron.hugging_face.families.family import window_fields, with_window
+from megatron.hugging_face.families.family import window_fields, with_blocks, with_window
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import FULL, SLIDING, with_rope_parameters
+from megatron.hugging_face.rope import FULL, SLIDING, rope_by_kind, rope_fields_by_kind
 from megatron.hugging_face.weight_map import WeightRule, by_layer_size, identity
 
-_BASES = {FULL: 5_000_000.0, SLIDING: 10_000.0}
+_ROTARY = {
+    kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.334}
+    for kind, base in ((FULL, 5_000_000.0), (SLIDING, 10_000.0))
+}
 _MLPS = {False: "dense", True: "sparse"}
 
 
@@ -26,15 +28,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
     model = replace(gated_settings(config), swiglu=True)
     layers = range(model.num_layers)
     model = with_window(model, config, [n > 0 and (n + 1) % 6 != 0 for n in layers])
-    stated = config.take("rope_parameters", {})
-    rotary = {
-        kind: with_rope_parameters(
-            model,
-            {"rope_theta": base, "partial_rotary_factor": 0.334, **(stated.get(kind) or {})},
-            f"rope_parameters of {kind} in {config.source}",
-        )
-        for kind, base in _BASES.items()
-    }
+    rotary = rope_by_kind(model, config, _ROTARY)
     local = rotary[SLIDING]
     if (local.use_rope_scaling, local.rotary_seq_len_interpolation_factor) != (False, None):
         config.only("rope_parameters")
@@ -43,17 +37,17 @@ def _settings(config: ConfigFields) -> ModelDescription:
         "rotary_base": local.rotary_base, "rotary_percent": local.rotary_percent,
     }  # fmt: skip
     model = rotary[FULL]
-    blocks = [{"attention": own if has_it else {}, "ffn": {}} for has_it in model.windowed_layers]
     mlps = config.take("mlp_layer_types", ["dense"] + ["sparse"] * (model.num_layers - 1))
     if set(mlps) - {*_MLPS.values()}:
         config.only("mlp_layer_types", [*_MLPS.values()])
     factor = config.take("routed_scaling_factor", 1.0)
     model = replace(
-        model,
+        with_blocks(
+            model, [own if has_it else {} for has_it in model.windowed_layers], [{}] * len(layers)
+        ),
         group_query_attention=True,
         v_channels=config.take("v_head_dim", 128),
         attention_value_scale=config.take("attention_value_scale", 1.0),
-        heterogeneous_layers_config_encoded_json=_text(blocks),
         num_moe_experts=config.one_of("n_routed_experts", "num_local_experts") or 256,
         moe_layer_freq=[int(kind == "sparse") for kind in mlps],
         moe_ffn_hidden_size=config.take("moe_intermediate_size", 2048),
@@ -64,26 +58,12 @@ def _settings(config: ConfigFields) -> ModelDescription:
     return judged_by_sigmoid(model, config)
 
 
-def _text(blocks: list[dict[str, Any]]) -> str | None:
-    has_own = any(block["attention"] for block in blocks)
-    return json.dumps({"block_configs": blocks}) if has_own else None
-
-
 def _fields(settings: ModelDescription) -> dict[str, Any]:
-    local = next((dict(b.rotary) for b in settings.blocks if b.rotary), {})
     fields = {**LLAMA.fields(settings), **window_fields(settings)}
-    bases = {
-        FULL: (settings.rotary_base, settings.rotary_percent),
-        SLIDING: (local.get("rotary_base", 1e4), local.get("rotary_percent", 0.334)),
-    }
-    rotary = {
-        kind: {"rope_type": "default", "rope_theta": float(base), "partial_rotary_factor": percent}
-        for kind, (base, percent) in bases.items()
-    }
     del fields["rope_theta"], fields["rope_scaling"]
     return {
         **fields,
-        "rope_parameters": rotary,
+        **rope_fields_by_kind(settings, _ROTARY),
         "v_head_dim": settings.value_dim,
         "attention_value_scale": settings.attention_value_scale,
         "mlp_layer_types": [_MLPS[has_them] for has_them in settings.has_experts],
@@ -108,7 +88,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     rules.append(
         replace(identity(sinks, "model.layers.{}.self_attn.attention_sink_bias"), layers=own)
     )
-    return by_layer_size(rules, settings)
+    return rules
 
 
 MIMO_V2_FLASH = replace(
@@ -117,7 +97,7 @@ MIMO_V2_FLASH = replace(
     architecture="MiMoV2FlashForCausalLM",
     settings=_settings,
     fields=_fields,
-    rules=_rules,
+    rules=lambda settings: by_layer_size(_rules, settings),
     only={"hidden_act": "silu", "attention_bias": False},
     unused=("output_router_logits",),
     absent={"num_key_value_heads": 4, "head_dim": 192, "sliding_window": 129,

@@ -20,7 +20,7 @@ from megatron.hugging_face.families.deepseek import (
 )
 from megatron.hugging_face.families.llama import LLAMA, MISTRAL
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, alternating_experts, with_others
+from megatron.hugging_face.weight_map import WeightRule, joined_experts, with_others
 
 _BETA, _CONTEXT = "llama_4_scaling_beta", "original_max_position_embeddings"
 _ROPE: dict[str, Any] = {
@@ -98,17 +98,8 @@ def _mistral4_fields(settings: ModelDescription) -> dict[str, Any]:
 
 def _mistral4_rules(settings: ModelDescription) -> list[WeightRule]:
     layers = tuple(n for n, has_some in enumerate(settings.has_experts) if has_some)
-    joined = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
-    rules = [
-        alternating_experts(
-            f"decoder.layers.{{}}.mlp.experts.experts.{mine}.weight",
-            f"model.layers.{{}}.mlp.experts.{theirs}",
-            num_experts=settings.num_moe_experts or 1,
-            num_blocks=1,
-            is_transposed=False,
-        )
-        for mine, theirs in joined.items()
-    ]
+    tensors = [f"model.layers.{{}}.mlp.experts.{part}_proj" for part in ("gate_up", "down")]
+    rules = joined_experts(settings.num_moe_experts or 1, *tensors)
     return with_others(
         DEEPSEEK_V3.rules(settings), *(replace(rule, layers=layers) for rule in rules)
     )

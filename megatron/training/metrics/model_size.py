@@ -30,6 +30,8 @@ class ModelSize:
     seq_length: int
     is_tied: bool = True
     """The output head uses the embedding's weight."""
+    shares_key_value: bool = False
+    """Of one layer: it reads the keys and values of an earlier layer."""
     learned_positions: int = 0
     """Rows of a learned position table; 0: no table."""
     position_buckets: int = 0
@@ -96,8 +98,13 @@ class ModelSize:
 
     def of_layer(self, layer_number: int) -> ModelSize:
         """Return the sizes of one layer, by its 1-based number in the whole model."""
-        config = self.config.of_layer(layer_number)
-        return self if config is self.config else replace(self, config=config)
+        config, shares = (
+            self.config.of_layer(layer_number),
+            self.config.shares_key_value(layer_number),
+        )
+        if config is self.config and not shares:
+            return self
+        return replace(self, config=config, shares_key_value=shares)
 
     @cached_property
     def sized_layers(self) -> tuple[tuple[LayerKind, ModelSize], ...]:
@@ -139,10 +146,11 @@ class ModelSize:
 
     @property
     def _qkv_width(self) -> int:
-        # Values apart (n + g) d, with an output gate (2n + g) d.
+        # Queries n d, with an output gate 2n d; keys g d and values.
         config, groups = self.config, self.config.num_query_groups or 0
-        heads = config.num_attention_heads * (1 + config.attention_output_gate) + groups
-        return heads * (config.kv_channels or 0) + groups * self.value_head
+        queries = config.num_attention_heads * (1 + config.attention_output_gate)
+        widths = [config.kv_channels or 0, 0 if config.attention_k_eq_v else self.value_head]
+        return queries * widths[0] + groups * sum(widths) * (not self.shares_key_value)
 
     @property
     def _attention_matrices(self) -> int:
@@ -240,6 +248,7 @@ class ModelSize:
             mixer = self._mixer(kind)
             count += mixer.matrices(config.hidden_size) + mixer.token_products
         count += (kind.mixer, kind.mlp).count(LINEAR) * config.hidden_size**2
+        count += 3 * config.hidden_size * config.per_layer_embed_dim  # with the model's projection
         if kind.mlp == DENSE:
             count += self._mlp_matrices(config.ffn_hidden_size or 0)
         elif kind.mlp == EXPERTS:
@@ -263,6 +272,8 @@ class ModelSize:
         count = kind.has_final_norm * self._norm() + self._connections(kind)[0]
         if config.share_parallel_norm and kind.mixer and kind.mlp:
             count -= self._norm()
+        if config.per_layer_embed_dim:
+            count += 2 * config.hidden_size * config.per_layer_embed_dim + self._norm()
         square = config.hidden_size * (config.hidden_size + config.add_bias_linear)
         count += (kind.mixer, kind.mlp).count(LINEAR) * square
         count += norms * (bool(kind.mixer) + bool(kind.mlp))
@@ -288,6 +299,9 @@ class ModelSize:
             if config.moe_latent_size:
                 biases += config.moe_latent_size + config.hidden_size
             count += self._shared_matrices + config.add_bias_linear * biases
+            count += 3 * config.moe_branch_norms * self._norm()
+            scales = config.hidden_size + (config.num_moe_experts or 0)
+            count += config.moe_router_scales * scales
             count += self._mlp_biases(config.moe_shared_expert_intermediate_size or 0)
         return count
 
@@ -308,7 +322,7 @@ class ModelSize:
             return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
         if config.add_bias_linear or config.add_qkv_bias:
             count += self._qkv_width
-        heads = (1, 1)
+        heads: tuple[int, ...] = (1,) if self.shares_key_value else (1, 1)
         if config.qk_layernorm_across_heads:
             heads = (config.num_attention_heads, config.num_query_groups or 1)
         width = config.kv_channels or 0
@@ -323,7 +337,10 @@ class ModelSize:
             for kind, size in self.sized_layers
         )
         # A depth of prediction joins two inputs with a matrix [2h, h] and has three norms.
-        depths = len(self.config.prediction_kinds())
+        depths, own = len(self.config.prediction_kinds()), self.config.per_layer_embed_dim
+        by_layer = self.config.num_layers * own * (self.vocab_size + h) + bool(own) * self._norm(
+            own
+        )
         joins = depths * (2 * h**2 + 3 * self._norm())
         contractions = (1 + depths) * self._contraction_parameters
         rows = self.learned_positions + self.num_tokentypes
@@ -333,7 +350,7 @@ class ModelSize:
         head += self.has_word_head * (dense + self._norm() + self.vocab_size)
         head += self.has_binary_head * (dense + 2 * (h + 1))
         tables = 2 * self.position_buckets * self.config.num_attention_heads
-        return layers + joins + contractions + embedding + self._norm() + head + tables
+        return layers + by_layer + joins + contractions + embedding + self._norm() + head + tables
 
     @property
     def active_parameters(self) -> int:

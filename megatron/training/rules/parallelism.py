@@ -241,6 +241,7 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
         "--ffn-hidden-size": (config.ffn_hidden_size, units),
         "--kv-channels": (config.kv_channels, 1),
         "--v-channels": (config.v_channels, 1),
+        "--per-layer-embed-dim": (config.per_layer_embed_dim, 1),
         "--moe-shared-expert-intermediate-size": (shared, units),
         "--moe-ffn-hidden-size": (config.num_moe_experts and config.moe_ffn_hidden_size, units),
     }

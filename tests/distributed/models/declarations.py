@@ -124,6 +124,14 @@ MODELS: dict[str, Model] = {
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
     ),
+    "keys and values of an earlier layer": Model(
+        _ALL, {**_GATED, "num_query_groups": 4, "qk_layernorm": True, "v_l2_norm": True,
+               "attention_k_eq_v": True, "num_kv_shared_layers": 1, "per_layer_embed_dim": 6,
+               "layer_scalar": True, "sandwich_norm": True},
+    ),
+    "keys and values of an earlier layer, fewer than ranks": Model(
+        ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "num_kv_shared_layers": 1}
+    ),
     "norms across heads": Model(
         ("ring", "heads", "plain"),
         {**_RMS, "num_query_groups": 4, "qk_layernorm": True, "qk_layernorm_across_heads": True},
@@ -141,6 +149,11 @@ MODELS: dict[str, Model] = {
         ("ring", "gathered", "sequence"),
         {**_GATED, **_EXPERTS, "moe_shared_expert_intermediate_size": 16,
          "moe_shared_expert_gate": True, "mtp_num_layers": 1, "moe_latent_size": 12},
+    ),
+    "experts beside an MLP": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_GATED, **_EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_branch_norms": True,
+         "moe_router_scales": True, "moe_router_topk": 3, "sandwich_norm": True},
     ),
     "experts one by one": Model(
         ("ring", "gathered"),

@@ -48,9 +48,15 @@ def test_a_rank_whose_experts_nobody_visits_takes_part(groups, dispatcher, group
     assert split.experts.first_expert == 2 * groups.ep.rank()
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
 @distributed(world_size=2, ep=2)
-def test_a_shared_expert_is_computed_while_tokens_and_gradients_travel(groups):
-    shared = {"add_bias_linear": False, "moe_shared_expert_intermediate_size": 16}
+def test_a_shared_expert_is_computed_while_tokens_and_gradients_travel(groups, is_apart):
+    shared = {
+        "moe_branch_norms": is_apart,
+        "moe_router_scales": is_apart,
+        "add_bias_linear": False,
+        "moe_shared_expert_intermediate_size": 16,
+    }
     shared |= {"moe_shared_expert_gate": True, "moe_token_dispatcher_type": "alltoall"}
     ranks = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
     split, whole = layer(groups, **shared, **ranks), layer(**shared)

@@ -54,6 +54,10 @@ _BESIDE_SHARED = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 
+_GEMMA4 = {
+    **_SIZES, "rms_norm_eps": 1e-1, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7,
+    "pad_token_id": None,
+}  # fmt: skip
 _COUNTED = {
     "num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 32,
     "num_experts_per_tok": 4,
@@ -141,6 +145,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {
              "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
              "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ),
+    "gemma4, keys as values": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma4, shared keys, vectors by layer": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "num_hidden_layers": 5, "hidden_size_per_layer_input": 16,
+         "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention",
+                         "sliding_attention", "full_attention"]},
+    ),
+    "gemma4, experts beside the MLP": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+         "moe_intermediate_size": 48,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "mixtral": (
         "MixtralConfig",
@@ -510,9 +535,14 @@ def their_model(case: str) -> Any:
                 parameter.normal_(0, 0.5 if "conv1d" in name else 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "gemma4" in kind.lower() and name.endswith("q_norm.weight"):
+                # Scores have no factor 1 / sqrt(d): the published weights of this norm contain it.
+                parameter.mul_(len(parameter) ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
             if name.endswith("tid2eid"):  # different experts for each token
                 buffer.copy_(torch.rand(len(buffer), 8).topk(buffer.shape[1]).indices)
     return model.eval()

@@ -124,6 +124,8 @@ def test_parameters_of_published_models_are_counted(name):
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2 --mtp-num-layers 1"
         " --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
         "--num-experts 2 --swiglu --disable-bias-linear",
+        "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 8"
+        " --moe-branch-norms --moe-router-scales --sandwich-norm",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
         " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
         " --group-query-attention --num-query-groups 2",

@@ -1,6 +1,7 @@
 """What a layer is made of: combinations that cannot be are refused, all in one message."""
 
 import pytest
+import torch
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +38,15 @@ LINEAR = {
         ({"v_channels": 4, "multi_latent_attention": True}, "drop --v-channels"),
         ({"attention_value_scale": 0.5, "multi_latent_attention": True},
          "drop --attention-value-scale"),
+        ({"attention_k_eq_v": True, "v_channels": 4}, "drop --v-channels"),
+        ({"num_kv_shared_layers": 2, "mtp_num_layers": 1}, "drop --mtp-num-layers"),
+        ({"num_kv_shared_layers": 2, "pipeline_model_parallel_size": 2,
+          "pipeline_dtype": torch.float32}, "drop --pipeline-model-parallel-size"),
+        ({"per_layer_embed_dim": 8, "recompute_granularity": "full", "recompute_num_layers": 1,
+          "recompute_method": "uniform"}, "drop --recompute-granularity"),
+        ({"num_kv_shared_layers": 4}, "layer 1 has the window None"),
+        ({"num_kv_shared_layers": 2, "window_size": (3, 0), "window_attn_skip_freq": [1, 1, 1, 0]},
+         "share fewer layers"),
         ({"attention_chunk_size": 0}, "--attention-chunk-size"),
         ({**LINEAR, "linear_attention_freq": [1, 0, 1]}, "--linear-attention-freq"),
         ({**LINEAR, "linear_key_head_dim": 0}, "--linear-key-head-dim"),

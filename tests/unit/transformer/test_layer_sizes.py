@@ -117,10 +117,21 @@ EXPERTS = {
 }  # fmt: skip
 
 
+def test_a_layer_that_shares_keys_has_no_parameters_and_no_products_of_them():
+    config = make_config(NARROW, NARROW, NARROW, num_kv_shared_layers=2, qk_layernorm=True)
+    size = ModelSize(config=config, vocab_size=VOCAB, seq_length=LENGTH)
+    model = make_model(config, share_embeddings_and_output_weights=True)
+    assert size.total_parameters == sum(p.numel() for p in model.parameters())
+    own, shared = (size.of_layer(layer).token_products(size.layer_kinds[0]) for layer in (1, 2))
+    assert own - shared == config.hidden_size * 2 * config.kv_channels
+
+
 @pytest.mark.parametrize(
     ("given", "fields"),
     [
         ((WIDE, NARROW, WITHOUT_MLP, LINEARS, EMPTY), {}),
+        ((WIDE, {"attention": {"attention_k_eq_v": True}, "ffn": {}}, WIDE), {
+            "per_layer_embed_dim": 6, "qk_layernorm": True, "layer_scalar": True}),
         ((LINEARS, WIDE), {"add_bias_linear": True, "qk_layernorm": True, "sandwich_norm": True}),
         (({"attention": {}, "ffn": {"num_moe_experts": 8, "moe_router_topk": 3}}, NARROW,
           {"attention": {}, "ffn": {"moe_ffn_hidden_size": 12}}), EXPERTS),

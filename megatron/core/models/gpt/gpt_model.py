@@ -34,6 +34,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     with_prediction_losses,
 )
+from megatron.core.transformer.per_layer_embedding import PerLayerEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -124,6 +125,8 @@ class GPTModel(LanguageModule):
                     scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                     pg_collection=self.pg_collection,
                 )
+            if pre_process and config.per_layer_embed_dim:
+                self.per_layer_embedding = PerLayerEmbedding(config, vocab_size, self.pg_collection)
             self.has_rotary = position_embedding_type in ("rope", "yarn", "mrope") and not (
                 config.multi_latent_attention  # rotates part of its heads by itself
             )
@@ -138,6 +141,7 @@ class GPTModel(LanguageModule):
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
+                    proportional=config.rotary_proportional,
                     cp_group=self.pg_collection.cp,
                 )
                 frequencies: dict[str, Any] = {
@@ -218,6 +222,9 @@ class GPTModel(LanguageModule):
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         rotary_args: dict[str, Any] = {}
+        by_layer: dict[str, Any] = {}
+        if self.config.per_layer_embed_dim:
+            by_layer["vectors_of_layers"] = self.per_layer_embedding(input_ids, decoder_input)
         if context is not None:
             rotary_args = self._begin_cached_pass(context, decoder_input, position_ids)
         elif packed_seq_params is not None or self.has_rotary:
@@ -241,6 +248,7 @@ class GPTModel(LanguageModule):
             packed_seq_params=packed_seq_params,
             padding_mask=padding_mask,
             **rotary_args,
+            **by_layer,
             **(extra_block_kwargs or {}),
         )
         if self.mtp_process and context is None:

@@ -298,6 +298,8 @@ _OF_LANGUAGE = frozenset({
     "fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers",
     "cp_comm_type", "hierarchical_context_parallel_sizes", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "attention_chunk_size", "qk_l2_norm",
+    "v_l2_norm", "attention_k_eq_v", "num_kv_shared_layers", "layer_scalar", "per_layer_embed_dim",
+    "rotary_proportional",
     "v_channels", "attention_value_scale", "query_scale_interval", "query_scale_without_rope",
 })  # fmt: skip
 """Fields for the language model only: the encoder's layers have the defaults."""

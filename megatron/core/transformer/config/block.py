@@ -47,6 +47,10 @@ class BlockConfig:
     qk_l2_norm: bool = False
     """Divide each query and key head by the root of its mean square, in layers that rotate (Llama
     4); the norm has no weights."""
+    v_l2_norm: bool = False
+    """Divide each value head by the root of its mean square; the norm has no weights (Gemma 4)."""
+    attention_k_eq_v: bool = False
+    """Use the keys, before their norm and their rotation, as values (Gemma 4)."""
     attention_output_gate: bool = False
     """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
     projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next). Latent attention has a
@@ -84,6 +88,12 @@ class BlockConfig:
     mhc_learned_contraction: bool = flag(False, part_of="enable_mhc_connections")
     """Learn the weights of the streams in their sum before the final norm (DeepSeek-V4). Without it
     the sum is their mean."""
+    layer_scalar: bool = False
+    """Multiply the output of each layer by a number of the checkpoint that training does not change
+    (Gemma 4)."""
+    per_layer_embed_dim: int = flag(0, within=NOT_NEGATIVE)
+    """Width of the vectors that each layer reads by itself from a second embedding table and from a
+    projection of the word embedding (Gemma 3n and 4). 0 has none."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""

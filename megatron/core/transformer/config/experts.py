@@ -109,6 +109,10 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
     """Dtype of the router's matrix product: fp32, fp64, or None for the model's dtype. Scores are
     at least fp32."""
+    moe_router_scales: bool = flag(False, part_of="num_experts")
+    """Divide the router's input by the root of its mean square and of the hidden size, multiply it
+    by a learned number for each channel, and the weights of the chosen experts by a learned number
+    for each expert (Gemma 4)."""
     moe_router_enable_expert_bias: bool = flag(False, part_of="num_experts")
     """Balance the load with a bias on the scores that choose experts (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = flag(0.001, part_of="num_experts")
@@ -160,6 +164,10 @@ class ExpertConfig(ExpertExchangeConfig):
     """Width of the shared expert, which every token uses; None adds no shared expert."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Multiply the shared expert's output by a sigmoid gate computed from the token."""
+    moe_branch_norms: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
+    """Norm the input and the output of the routed experts, and of the shared expert, each with
+    weights of its own, in place of one norm before both; the router reads tokens without a norm
+    (Gemma 4)."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Compute the shared expert while tokens are sent to routed experts (alltoall dispatcher)."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
@@ -286,13 +294,17 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             fix=f'use --moe-layer-freq "[1]*{num_layers}"',
         )
     shared = config.moe_shared_expert_intermediate_size
-    if config.moe_shared_expert_gate and shared is None:
-        yield _problem(
-            "moe_shared_expert_gate=True without moe_shared_expert_intermediate_size.",
-            "the gate multiplies the output of a shared expert",
-            "--moe-shared-expert-intermediate-size",
-            fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
-        )
+    for name, rule in (
+        ("moe_shared_expert_gate", "the gate multiplies the output of a shared expert"),
+        ("moe_branch_norms", "the shared expert is a branch beside the routed experts"),
+    ):
+        if getattr(config, name) and shared is None:
+            yield _problem(
+                f"{name}=True without moe_shared_expert_intermediate_size.",
+                rule,
+                "--moe-shared-expert-intermediate-size",
+                fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
+            )
     if config.moe_shared_expert_overlap and (
         shared is None or config.moe_token_dispatcher_type == "allgather"
     ):

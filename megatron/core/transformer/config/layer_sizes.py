@@ -29,6 +29,7 @@ _OF_ATTENTION: Mapping[str, tuple[type | None, ...]] = {
     "num_attention_heads": _COUNT, "num_query_groups": _COUNT, "n_heads_in_group": _COUNT,
     "kv_channels": _COUNT, "softmax_scale": _NUMBER, "window_size": _WINDOW,
     "rotary_base": _NUMBER, "rotary_percent": _NUMBER, "softmax_type": (str,),
+    "attention_k_eq_v": (bool,),
 }  # fmt: skip
 _OF_DENSE = {"ffn_hidden_size": _COUNT, "intermediate_size": _COUNT, "ffn_mult": _NUMBER}
 _OF_EXPERTS = {
@@ -177,6 +178,8 @@ def _read_block(layer: int, attention: dict[str, Any], mlp: dict[str, Any]) -> B
             numbers = value if isinstance(value, list) else [1 if value is None else value]
             if name == "softmax_type":
                 numbers = [1 if value in SOFTMAX_TYPES else 0]
+            if types == (bool,):
+                numbers = [1]
             is_wrong = type(value) not in types and value is not None
             if (
                 is_wrong

@@ -17,7 +17,7 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.parameters.initialization import init_method_normal, scaled_init_method_normal
 from megatron.core.settings.flags import flag, no_flag
-from megatron.core.transformer.config.field_values import POSITIVE
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,9 +46,17 @@ class ShapeConfig:
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
     v_channels: int | None = flag(None, within=POSITIVE)
     """Width of a value head; None means kv_channels. Latent attention has --v-head-dim."""
+    num_kv_shared_layers: int = flag(0, within=NOT_NEGATIVE)
+    """Number of layers at the end that attend to the keys and values of the last earlier layer with
+    the same window (Gemma 3n and 4; W. Brandon et al., arXiv 2405.12981)."""
     unpadded_vocab_size: int | None = no_flag(None, is_arg=True)
     """Number of real token ids. Further rows pad the vocabulary to a size that splits evenly; the
     loss ignores them."""
+
+    def shares_key_value(self, layer_number: int) -> bool:
+        """Return whether a layer reads the keys and values of an earlier layer."""
+        # Layers of multi-token prediction are numbered after the last layer.
+        return self.num_layers - self.num_kv_shared_layers < layer_number <= self.num_layers
 
 
 def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:

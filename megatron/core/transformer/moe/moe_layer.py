@@ -10,7 +10,7 @@ Legend: s sequence, b micro batch, h hidden, l latent width, t = s*b tokens of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import (
@@ -29,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import checkpoint, is_recomputing
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import build_dispatcher
 from megatron.core.transformer.moe.load_balancing import DROPPED, TokenGroups
@@ -41,6 +43,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -102,6 +105,13 @@ class MoELayer(MegatronModule):
             self.shared_experts = build_module(
                 submodules.shared_experts, config=config, pg_collection=groups
             )
+        norm = WrappedTorchNorm if config.moe_branch_norms else IdentityOp
+        self.input_norm, self.output_norm, self.shared_input_norm, self.shared_output_norm = (
+            norm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(4)
+        )
+        for parameter in self.input_norm.parameters():  # each rank norms the tokens that it sends
+            meta = replace(get_param_meta(parameter), partial_grad_axes=("tp",))
+            set_param_meta(parameter, meta)
         self.token_dispatcher: TokenDispatcher = build_dispatcher(
             config, num_local_experts, self.local_expert_indices, groups
         )
@@ -169,14 +179,16 @@ class MoELayer(MegatronModule):
     ) -> Tensor:
         shared_overlap = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
-            shared_overlap = SharedExpertOverlap(self.shared_experts, hidden_states)
+            shared_input = self.shared_input_norm(hidden_states)
+            shared_overlap = SharedExpertOverlap(self.shared_experts, shared_input)
         with rng_state().in_scope("experts", self.layer_number):
             output = self._route_and_compute(
                 hidden_states, padding_mask, packed_seq_params, token_ids, shared_overlap
             )
+        output = self.output_norm(output)
         if shared_overlap is not None:
             assert shared_overlap.output is not None
-            return output + shared_overlap.output
+            return output + self.shared_output_norm(shared_overlap.output)
         if self.shared_experts is not None:
             output = output + self._shared_output(hidden_states)
         return output
@@ -184,8 +196,9 @@ class MoELayer(MegatronModule):
     def _shared_output(self, hidden_states: Tensor) -> Tensor:
         def compute(x: Tensor) -> Tensor:
             assert self.shared_experts is not None
-            output: Tensor = self.shared_experts(x)[0]
-            return output
+            output, _ = self.shared_experts(self.shared_input_norm(x))
+            normed: Tensor = self.shared_output_norm(output)
+            return normed
 
         if self.config.recomputes("shared_experts") and self.training:
             recomputed: Tensor = checkpoint(compute, False, hidden_states)
@@ -226,7 +239,7 @@ class MoELayer(MegatronModule):
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
         )
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = self.input_norm(x).reshape(-1, x.shape[-1])
         if self.fc1_latent_proj is not None:
             tokens, _ = self.fc1_latent_proj(tokens)  # [t, h] -> [t, l]
         chosen = None

@@ -6,6 +6,7 @@ Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from megatron.core.transformer.moe.routing import (
     topk_routing,
 )
 from megatron.core.transformer.replicated_linear import linear_of_all_rows
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -55,6 +57,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
 
     Attributes:
         weight: [e, h]; bias: [e], or None in models without biases.
+        scale: [h], per_expert_scale: [e], of `moe_router_scales`, or None.
         expert_bias: [e] fp32, added to the scores for the choice, or None.
         router_replay: records or replays the choices.
         global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
@@ -97,6 +100,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             self.bias = self.new_parameter(
                 self.num_experts, init_method=None, split_dim=None, partial_grad_axes=axes
             )
+        self.scale, self.per_expert_scale = (
+            self.new_parameter(
+                size, init_method=nn.init.ones_, split_dim=None, partial_grad_axes=axes
+            )
+            if config.moe_router_scales
+            else None
+            for size in (config.hidden_size, self.num_experts)
+        )
         even = torch.full((self.num_experts,), 1.0 / self.num_experts, device=self.weight.device)
         uses_bias = config.moe_router_enable_expert_bias
         uses_shares = "global_aux_loss" in config.balance_losses()
@@ -142,6 +153,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         shape = logits.shape
         is_token = None if padding_mask is None else ~padding_mask
         choice = self._choose(logits, is_token, token_ids)
+        if self.per_expert_scale is not None:
+            choice = replace(choice, probs=choice.probs * self.per_expert_scale)
         if is_token is not None:
             flat = is_token.flatten()[:, None]
             choice = RoutingResult(
@@ -193,6 +206,9 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
         rows = rows_of_rank(x.shape[0], self.routing_groups)
+        if self.scale is not None:
+            normed = L2Norm(config.hidden_size, config.layernorm_epsilon)(x)
+            x = normed * self.scale * config.hidden_size**-0.5
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)

@@ -141,6 +141,7 @@ def test_of_equal_tokens_the_first_is_kept_however_their_weights_were_rounded():
         ({"moe_aux_loss_coeff": [0.1, 0.2]}, "for 1 methods"),
         ({"moe_router_score_function": "relu"}, "'relu' is unknown"),
         ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        ({"moe_branch_norms": True}, "moe_branch_norms=True"),
         (
             {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
             "moe_shared_expert_overlap with moe_shared_expert_intermediate_size=None",

@@ -61,6 +61,8 @@ class RotaryEmbedding(nn.Module):
         kv_channels: head dim.
         rotary_percent: fraction of the channels that rotate.
         rotary_interleaved: pairs are neighbouring channels.
+        proportional: pairs and frequencies are those of `rotary_percent` 1, and the last pairs have
+            the frequency 0.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
         use_cpu_initialization: accepted and unused; the angles are always on the step's device.
@@ -82,6 +84,7 @@ class RotaryEmbedding(nn.Module):
         cp_group: Group | None = None,
         yarn: TransformerConfig | None = None,
         longrope: TransformerConfig | None = None,
+        proportional: bool = False,
     ) -> None:
         super().__init__()
         num_channels = int(kv_channels * rotary_percent)
@@ -96,7 +99,8 @@ class RotaryEmbedding(nn.Module):
         self.cp_group = resolve_group(cp_group, "cp")
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        inverse = inverse_frequencies(num_channels, rotary_base)
+        inverse = inverse_frequencies(kv_channels if proportional else num_channels, rotary_base)
+        inverse[num_channels // 2 :] = 0.0
         if yarn is not None:
             inverse = yarn_of_config(num_channels, rotary_base, yarn)
         if rope_scaling:
