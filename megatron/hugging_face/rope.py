@@ -74,11 +74,58 @@ def with_rope_by_window(
     return replace(model, rotary_base_local=int(local_base) if is_whole else local_base)
 
 
+def with_rope_by_kind(
+    model: ModelDescription, config: ConfigFields, usual: Mapping[str, Mapping[str, object]]
+) -> tuple[ModelDescription, dict[str, Any]]:
+    """Return `model` with the rotary positions of its layers without a window, and the settings of
+    a block (`layer_sizes`) that give layers with a window their own ones.
+
+    Args:
+        usual: kind of layers -> fields of its `rope_parameters` that a config may lack.
+    """
+    stated = config.take("rope_parameters", {})
+    full, local = (
+        with_rope_parameters(
+            model,
+            {**usual[kind], **(stated.get(kind) or {})},
+            f"rope_parameters of {kind} in {config.source}",
+            in_angles=True,
+        )
+        for kind in (FULL, SLIDING)
+    )
+    own: dict[str, Any] = {
+        "rotary_base": local.rotary_base, "rotary_percent": local.rotary_percent,
+    }  # fmt: skip
+    if local != replace(model, position_embedding_type="rope", **own):
+        config.only("rope_parameters")
+    return full, own
+
+
+def rope_fields_by_kind(model: ModelDescription, local_percent: float = 1.0) -> dict[str, Any]:
+    """Return the fields of `with_rope_by_kind`.
+
+    Args:
+        local_percent: rotated share of a head in layers with a window, if the model has none.
+    """
+    fields, local = rope_fields(model), {"rotary_base": 1e4, "rotary_percent": local_percent}
+    for block in model.blocks:
+        local |= block.rotary
+    base, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling") or {}
+    full = {**scaling, "rope_theta": base, "partial_rotary_factor": model.rotary_percent}
+    windowed = {"rope_theta": float(local["rotary_base"]),
+                "partial_rotary_factor": local["rotary_percent"]}  # fmt: skip
+    usual = {"rope_type": "default"}
+    return {"rope_parameters": {FULL: usual | full, SLIDING: usual | windowed}}
+
+
 def with_rope_parameters(
-    model: ModelDescription, fields: Mapping[str, object], source: str
+    model: ModelDescription, fields: Mapping[str, object], source: str, *, in_angles: bool = False
 ) -> ModelDescription:
     """Return `model` with the rotary positions of one `rope_parameters`.
 
+    Args:
+        in_angles: YaRN's temperature multiplies cosine and sine, so that layers with other rotary
+            positions do not have it.
     Raises:
         ConfigError: the scaling is not supported.
     """
@@ -104,7 +151,7 @@ def with_rope_parameters(
     elif kind == "dynamic":
         scaling.take("factor", None)  # without effect up to the length of the model
     elif kind == "yarn":
-        model = _with_yarn(model, scaling)
+        model = _with_yarn(model, scaling, in_angles)
     elif kind == "longrope":
         model = _with_longrope(model, scaling)
     else:
@@ -128,7 +175,7 @@ def _with_longrope(model: ModelDescription, scaling: ConfigFields) -> ModelDescr
     )
 
 
-def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
+def _with_yarn(model: ModelDescription, scaling: ConfigFields, in_angles: bool) -> ModelDescription:
     """Return `model` with the settings of YaRN, whose temperature is read as in Transformers."""
     # If both strengths are set, the temperature depends on them, else on the factor alone.
     mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
@@ -138,7 +185,13 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
     of_rotated, of_head = (
         yarn_attention_factor(float(scaling.take("factor")), strength) for strength in strengths
     )
-    scaling.only("attention_factor", of_rotated / of_head)
+    if in_angles or model.rotary_percent != 1.0:
+        # The temperature is a factor on the channels that rotate, not on all scores.
+        amplitude = float(scaling.take("attention_factor", of_rotated / of_head))
+        scale, strengths = model.softmax_scale or model.head_dim**-0.5, (1.0, 0.0)
+        model = replace(model, rotary_amplitude=amplitude, softmax_scale=scale)
+    else:
+        scaling.only("attention_factor", of_rotated / of_head)
     return replace(
         model,
         position_embedding_type="yarn",
@@ -164,6 +217,8 @@ def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
         "beta_slow": float(model.beta_slow),
         "truncate": model.yarn_correction_range_round_to_int,
     }
+    if model.rotary_percent != 1.0 or model.rotary_amplitude != 1.0:
+        fields["attention_factor"] = model.rotary_amplitude
     if model.mscale_all_dim:
         fields |= {"mscale": float(model.mscale), "mscale_all_dim": float(model.mscale_all_dim)}
     return fields

@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.dot_product_attention import gated, reader_of_cache
+from megatron.core.transformer.dot_product_attention import GATES, gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import cos_sin, factor_by_position, rotate
@@ -277,7 +277,8 @@ class Attention(MegatronModule):
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
         """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
         projected tensors: here the gate, if there is one."""
-        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode)
+        act = GATES[self.config.attention_gate_activation]
+        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode, act=act)
 
     def positions_of(
         self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None, batch: int
@@ -308,9 +309,10 @@ class SelfAttention(Attention):
         self.queries_per_group = config.num_attention_heads // groups
         value_head = config.v_channels or head
         self.output_width = config.num_attention_heads * value_head
-        num_query_parts = 2 if config.attention_output_gate else 1
         queries = self.queries_per_group * head
-        self.rows_of_group = (*[queries] * num_query_parts, head, value_head)
+        self.gate_width = 1 if config.attention_gate_by_head else head
+        gates = [self.queries_per_group * self.gate_width] * config.attention_output_gate
+        self.rows_of_group = (queries, *gates, head, value_head)
         """Number of rows of a group: queries, gates if any, key, value."""
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
@@ -352,7 +354,8 @@ class SelfAttention(Attention):
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         Returns:
             query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d]; with
-            `config.attention_output_gate` the gate [s, b, n/tp * d].
+            `config.attention_output_gate` the gate [s, b, n/tp * d], or [s, b, n/tp] with
+            `config.attention_gate_by_head`.
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -432,7 +435,7 @@ class SelfAttention(Attention):
         if tp_size <= groups:
             grouped = packed.view(s, b, groups // tp_size, sum(rows))
             query, *gate, key, value = torch.split(grouped, rows, dim=3)
-            gate = [part.reshape(s, b, local * d) for part in gate]
+            gate = [part.reshape(s, b, local * self.gate_width) for part in gate]
             return query.reshape(s, b, local, d), key, value, *gate
         # Several ranks share a group: its key and value may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
@@ -440,7 +443,6 @@ class SelfAttention(Attention):
         group, part = divmod(tp.rank(), ranks_per_group)
         grouped = packed.view(s, b, groups, sum(rows))[:, :, group]
         query, *gate, key, value = torch.split(grouped, rows, dim=2)
-        mine = slice(part * local * d, (part + 1) * local * d)
-        gate = [part[:, :, mine] for part in gate]
-        query = query[:, :, mine].view(s, b, local, d)
+        query, *gate = (x.chunk(ranks_per_group, 2)[part] for x in (query, *gate))
+        query = query.reshape(s, b, local, d)
         return query, key.unsqueeze(2), value.unsqueeze(2), *gate

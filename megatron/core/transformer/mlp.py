@@ -179,7 +179,8 @@ def gated(
     clamp = config.activation_func_clamp_value
     if is_expert and config.moe_activation_func_clamp_value is not None:
         clamp = config.moe_activation_func_clamp_value
-    gate = Gate(activation_func, clamp, config.glu_linear_offset)
+    clamps_after = config.activation_func_clamp_after
+    gate = Gate(activation_func, clamp, config.glu_linear_offset, clamps_after)
     fuses = config.bias_activation_fusion
     return gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)
 

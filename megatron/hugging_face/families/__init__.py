@@ -14,6 +14,7 @@ from megatron.hugging_face.families import (
     deepseek4,
     deepseek_relatives,
     experts,
+    gated_heads,
     gemma,
     glm,
     gpt2,
@@ -74,6 +75,7 @@ FAMILIES: tuple[Family, ...] = (
     experts.MELLUM,
     llama4.LLAMA4,
     mimo.MIMO_V2_FLASH,
+    *gated_heads.FAMILIES,
     *relatives.FAMILIES,
     bert.BERT,
     bert.MEGATRON_BERT,
@@ -99,6 +101,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "kimi_k25": {"model_type": "deepseek_v3"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "step3p7": {"model_type": "step3p5"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}

@@ -38,7 +38,7 @@ def _rounded(factor: float) -> float:
 
 def _temperature(settings: ModelDescription) -> float:
     """Return YaRN's factor on scores, in addition to the attention multiplier."""
-    if settings.position_embedding_type != "yarn":
+    if settings.position_embedding_type != "yarn" or settings.rotary_percent != 1.0:
         return 1.0
     width = settings.head_dim
     strengths = settings.mscale, settings.mscale_all_dim

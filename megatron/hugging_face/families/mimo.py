@@ -15,10 +15,18 @@ from megatron.hugging_face.families.deepseek import judged_by_sigmoid, with_expe
 from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import FULL, SLIDING, with_rope_parameters
+from megatron.hugging_face.rope import (
+    FULL,
+    SLIDING,
+    rope_fields_by_kind,
+    with_rope_by_kind,
+)
 from megatron.hugging_face.weight_map import WeightRule, by_layer_size, identity
 
-_BASES = {FULL: 5_000_000.0, SLIDING: 10_000.0}
+_ROTARY = {
+    kind: {"rope_theta": base, "partial_rotary_factor": 0.334}
+    for kind, base in ((FULL, 5_000_000.0), (SLIDING, 10_000.0))
+}
 _MLPS = {False: "dense", True: "sparse"}
 
 
@@ -26,23 +34,8 @@ def _settings(config: ConfigFields) -> ModelDescription:
     model = replace(gated_settings(config), swiglu=True)
     layers = range(model.num_layers)
     model = with_window(model, config, [n > 0 and (n + 1) % 6 != 0 for n in layers])
-    stated = config.take("rope_parameters", {})
-    rotary = {
-        kind: with_rope_parameters(
-            model,
-            {"rope_theta": base, "partial_rotary_factor": 0.334, **(stated.get(kind) or {})},
-            f"rope_parameters of {kind} in {config.source}",
-        )
-        for kind, base in _BASES.items()
-    }
-    local = rotary[SLIDING]
-    if (local.use_rope_scaling, local.rotary_seq_len_interpolation_factor) != (False, None):
-        config.only("rope_parameters")
-    own = {
-        "num_query_groups": 2 * model.num_query_groups, "softmax_type": "learnable",
-        "rotary_base": local.rotary_base, "rotary_percent": local.rotary_percent,
-    }  # fmt: skip
-    model = rotary[FULL]
+    model, local = with_rope_by_kind(model, config, _ROTARY)
+    own = {"num_query_groups": 2 * model.num_query_groups, "softmax_type": "learnable", **local}
     blocks = [{"attention": own if has_it else {}, "ffn": {}} for has_it in model.windowed_layers]
     mlps = config.take("mlp_layer_types", ["dense"] + ["sparse"] * (model.num_layers - 1))
     if set(mlps) - {*_MLPS.values()}:
@@ -70,20 +63,11 @@ def _text(blocks: list[dict[str, Any]]) -> str | None:
 
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
-    local = next((dict(b.rotary) for b in settings.blocks if b.rotary), {})
     fields = {**LLAMA.fields(settings), **window_fields(settings)}
-    bases = {
-        FULL: (settings.rotary_base, settings.rotary_percent),
-        SLIDING: (local.get("rotary_base", 1e4), local.get("rotary_percent", 0.334)),
-    }
-    rotary = {
-        kind: {"rope_type": "default", "rope_theta": float(base), "partial_rotary_factor": percent}
-        for kind, (base, percent) in bases.items()
-    }
     del fields["rope_theta"], fields["rope_scaling"]
     return {
         **fields,
-        "rope_parameters": rotary,
+        **rope_fields_by_kind(settings, local_percent=0.334),
         "v_head_dim": settings.value_dim,
         "attention_value_scale": settings.attention_value_scale,
         "mlp_layer_types": [_MLPS[has_them] for has_them in settings.has_experts],

@@ -23,6 +23,7 @@ MODEL_SHAPE_ARGS = (
     "qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm",
     "softmax_scale_local", "query_scale_beta", "rotary_short_factors", "rotary_long_factors",
     "rotary_amplitude", "share_parallel_norm",
+    "attention_gate_by_head", "attention_gate_activation", "activation_func_clamp_after",
     "attention_output_gate", "mla_gate_by_channel", "swiglu", "squared_relu", "relu",
     "normalization", "norm_epsilon", "apply_layernorm_1p", "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by", "unpadded_vocab_size", "tokenizer_type", "tokenizer_model",

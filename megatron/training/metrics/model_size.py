@@ -139,10 +139,11 @@ class ModelSize:
 
     @property
     def _qkv_width(self) -> int:
-        # Values apart (n + g) d, with an output gate (2n + g) d.
+        # Queries, keys, gates of channels or of heads, values.
         config, groups = self.config, self.config.num_query_groups or 0
-        heads = config.num_attention_heads * (1 + config.attention_output_gate) + groups
-        return heads * (config.kv_channels or 0) + groups * self.value_head
+        width, heads = config.kv_channels or 0, config.num_attention_heads
+        gates = config.attention_output_gate * (1 if config.attention_gate_by_head else width)
+        return heads * (width + gates) + groups * (width + self.value_head)
 
     @property
     def _attention_matrices(self) -> int:

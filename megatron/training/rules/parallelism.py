@@ -260,6 +260,13 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             "--layout-invariant-tensor-units",
             fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
         )
+    if model.attention_output_gate and model.attention_gate_by_head:
+        yield problem(
+            "--layout-invariant-mode with --attention-gate-by-head.",
+            f"a unit has a multiple of {_VECTOR} channels, and a head has one gate",
+            "--layout-invariant-mode",
+            fix="drop one of them",
+        )
     groups = model.num_query_groups if model.group_query_attention else None
     if groups and groups % tp:
         yield problem(

@@ -121,6 +121,11 @@ MODELS: dict[str, Model] = {
         _ALL, {**_GATED, "num_query_groups": 4, "qk_layernorm": True, "add_qkv_bias": True,
                "attention_output_gate": True, "softmax_type": "learnable"},
     ),
+    "a gate for each head": Model(
+        ("ring", "sequence", "plain"),
+        {**_GATED, "num_query_groups": 2, "attention_output_gate": True,
+         "attention_gate_by_head": True, "attention_gate_activation": "softplus"},
+    ),
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
     ),

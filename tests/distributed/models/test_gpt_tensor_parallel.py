@@ -31,6 +31,12 @@ FAMILIES = {
         "normalization": "RMSNorm", "add_qkv_bias": True, "num_query_groups": 2,
         "attention_output_gate": True,
     },
+    "a gate for each head": {
+        "normalization": "RMSNorm", "num_query_groups": 2, "attention_output_gate": True,
+        "attention_gate_by_head": True, "attention_gate_activation": "softplus",
+        "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
+        "activation_func_clamp_value": 0.01, "activation_func_clamp_after": True,
+    },
     "gated delta net": {
         "normalization": "RMSNorm", "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,

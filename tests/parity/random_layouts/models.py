@@ -72,6 +72,7 @@ LAYERS = (
                 "openai-gelu": 1}),
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
+    switch("activation-func-clamp-after", 0.4, given("activation-func-clamp-value")),
     Option("", {None: 7, "apply-residual-connection-post-layernorm": 1,
                 "use-parallel-residual": 1, "enable-mhc-connections": 2}),
     Option("mhc-num-residual-streams", {None: 1, 2: 2, 3: 1}, given("enable-mhc-connections")),
@@ -94,6 +95,9 @@ LAYERS = (
     switch("query-scale-without-rope", 0.5,
            lambda s: "query-scale-beta" in s and "no-rope-freq" in s),
     switch("attention-output-gate", 0.2),
+    switch("attention-gate-by-head", 0.5, lambda s: "attention-output-gate" in s
+           and "multi-latent-attention" not in s),
+    Option("attention-gate-activation", {None: 2, "softplus": 1}, given("attention-output-gate")),
     switch("mla-gate-by-channel", 0.5,
            lambda s: {"attention-output-gate", "multi-latent-attention"} <= set(s)),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),

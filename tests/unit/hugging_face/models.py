@@ -16,6 +16,7 @@ from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import open_model
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
+from tests.unit.hugging_face.step_text import Step3p5ForCausalLM
 
 VOCAB, LENGTH = 97, 24
 _SIZES = {
@@ -75,6 +76,12 @@ _GRANITE_4 = {
     **_GRANITE, "rms_norm_eps": 1e-2, "shared_intermediate_size": 48, "num_experts_per_tok": 2,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 12,
+}  # fmt: skip
+
+_HEADS_BY_LAYER = {
+    **_SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 3,
+    "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -257,6 +264,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
     "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
+    "glm4, stretched": (
+        "Glm4Config",
+        {**_GLM, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 16}},
+    ),
     "glm4 with experts": (
         "Glm4MoeConfig",
         {**_GLM, **_BESIDE_SHARED, "attention_bias": True, "use_qk_norm": True},
@@ -421,6 +434,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "layer_types": ["full_attention", "sliding_attention"] * 2,
          "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {**_SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,
+         "num_experts_per_tok": 3, "num_shared_experts": 2, "route_scale": 2.5, "sliding_window": 7,
+         "global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {**_HEADS_BY_LAYER, "rms_norm_eps": 1e-2, "num_experts": 8,
+         "shared_expert_intermediate_size": 48,
+         "num_attention_heads_per_layer": [4, 8, 4, 12], "moe_routed_scaling_factor": 2.5,
+         "rope_parameters": {
+             "full_attention": {
+                 "rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                 "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "laguna, gates of channels": (
+        "LagunaConfig",
+        {**_HEADS_BY_LAYER, "rms_norm_eps": 1e-2, "num_experts": 8,
+         "shared_expert_intermediate_size": 48,
+         "gating": "per-element"},
+    ),
+    "step3p5": (
+        "Step3p7TextConfig",
+        {**_HEADS_BY_LAYER, "n_routed_experts": 8, "share_expert_dim": 48,
+         "num_sliding_attention_heads": 8, "moe_router_scaling_factor": 2.5,
+         "query_pre_attn_scalar": 9, "swiglu_limits": [None, 0.0, 0.02, 0.01],
+         "swiglu_limits_shared": [0.02, 0.02, None, 0.03], "rope_theta": [5e4, 1e4] * 2,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                          "original_max_position_embeddings": 16}},
+    ),
     "llama4": (
         "Llama4TextConfig",
         {**_SIZES, "head_dim": 16, "intermediate_size_mlp": 112, "num_local_experts": 4,
@@ -494,6 +539,8 @@ def their_class(config: Any) -> Any:
     its table of automatic classes."""
     known = transformers.AutoModelForCausalLM._model_mapping
     name = type(config).__name__.replace("Config", "ForCausalLM")
+    if config.model_type == "step3p5":
+        return Step3p5ForCausalLM
     return known[type(config)] if type(config) in known else getattr(transformers, name)
 
 

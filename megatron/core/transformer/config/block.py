@@ -53,6 +53,13 @@ class BlockConfig:
     projection of its own, to a gate for each head (Ling 3)."""
     mla_gate_by_channel: bool = flag(False, part_of="attention_output_gate")
     """Latent attention has a gate for each channel of a head (Hunyuan 4), not for each head."""
+    attention_gate_by_head: bool = flag(False, part_of="attention_output_gate")
+    """Attention without latents has one gate for each head (Laguna, Step 3.7), not for each
+    channel."""
+    attention_gate_activation: str = flag(
+        "sigmoid", choices=("sigmoid", "softplus"), part_of="attention_output_gate"
+    )
+    """Function that computes the gate from its projection (Laguna: softplus)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
@@ -109,6 +116,10 @@ class BlockConfig:
     activation_func_clamp_value: float | None = None
     """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
     other branch on both sides. None does not clamp."""
+    activation_func_clamp_after: bool = flag(
+        False, part_of=("activation_func_clamp_value", "moe_activation_func_clamp_value")
+    )
+    """Clamp the gate after the nonlinearity (Step 3.7)."""
 
     hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the embedding and of each residual branch."""
