@@ -352,7 +352,7 @@ def reader_of_cache(core: object) -> DotProductAttention:
     )
 
 
-GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 """Value of `attention_gate_activation` -> function."""
 
 

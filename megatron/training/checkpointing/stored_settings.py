@@ -56,7 +56,7 @@ MODEL_SHAPE_ARGS = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk",
     "moe_router_enable_expert_bias", "moe_router_dtype", "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate", "mrope_section", "mrope_interleaved",
+    "moe_shared_expert_gate", "moe_average_shared_expert", "mrope_section", "mrope_interleaved",
     "vision_model_type", "vision_num_layers", "vision_hidden_size", "vision_num_attention_heads",
     "vision_ffn_hidden_size", "num_channels", "patch_dim", "temporal_patch_size",
     "spatial_merge_size", "vision_window_size", "vision_full_attention_layers",

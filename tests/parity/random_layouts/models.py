@@ -172,6 +172,7 @@ EXPERTS = (
     switch("moe-router-force-load-balancing", 0.06, given("num-experts")),
     Option("moe-shared-expert-intermediate-size", {None: 2, 16: 1, 24: 1}, given("num-experts")),
     switch("moe-shared-expert-gate", 0.3, given("moe-shared-expert-intermediate-size")),
+    switch("moe-average-shared-expert", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 

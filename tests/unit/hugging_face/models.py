@@ -393,6 +393,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeConfig",
         {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
     ),
+    "granite with experts and a shared one": (
+        "GraniteMoeSharedConfig",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "shared_intermediate_size": 48},
+    ),
     "granite 4": ("GraniteMoeHybridConfig", {**_GRANITE_4, "num_local_experts": 4}),
     "granite 4 without experts": (
         "GraniteMoeHybridConfig",
@@ -509,6 +514,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "tie_word_embeddings": False}),
     "cohere2": ("Cohere2Config", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
                                   "pad_token_id": None, "logit_scale": 0.25, "sliding_window": 7}),
+    "cohere2 with experts": (
+        "Cohere2MoeConfig",
+        {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"}, "pad_token_id": None,
+         "bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.25, "sliding_window": 7,
+         "head_dim": 16, "num_experts": 8,
+         "num_experts_per_tok": 3, "num_shared_experts": 2, "first_k_dense_replace": 1,
+         "sliding_window_pattern": 2, "prefix_dense_intermediate_size": 112},
+    ),
+    "cohere2 with experts, sigmoid": (
+        "Cohere2MoeConfig",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.25,
+         "sliding_window": 7, "head_dim": 16,
+         "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1,
+         "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid",
+         "prefix_dense_sliding_window_pattern": 3, "tie_word_embeddings": False,
+         "mlp_layer_types": ["sparse", "dense", "dense", "sparse"]},
+    ),
     "ministral3": (
         "Ministral3Config",
         {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters":
