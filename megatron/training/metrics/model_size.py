@@ -226,7 +226,7 @@ class ModelSize:
         return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
 
     def _mixer(self, kind: LayerKind) -> MixerSizes:
-        return RECURRENT_MIXERS[kind.mixer].sizes_of(self.config)
+        return RECURRENT_MIXERS[kind.recurrence].sizes_of(self.config)
 
     def token_products(self, kind: LayerKind) -> int:
         """Multiplications of one token in a layer, scores of attention apart.
@@ -237,7 +237,7 @@ class ModelSize:
         count = kind.has_cross_attention * self._attention_matrices + self._connections(kind)[1]
         if kind.attends:
             count += self._attention_matrices + self._indexer_matrices(kind)
-        elif kind.is_recurrent:
+        if kind.recurrence:
             mixer = self._mixer(kind)
             count += mixer.matrices(config.hidden_size) + mixer.token_products
         count += (kind.mixer, kind.mlp).count(LINEAR) * config.hidden_size**2
@@ -269,7 +269,7 @@ class ModelSize:
         count += norms * (bool(kind.mixer) + bool(kind.mlp))
         if kind.attends:
             count += self._attention_parameters
-        elif kind.is_recurrent:
+        if kind.recurrence:
             count += self._mixer(kind).parameters(config.hidden_size)
         indexed = config.dsa_indexer_head_dim or 0
         if kind.is_sparse and kind.has_indexer:

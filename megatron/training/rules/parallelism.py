@@ -10,7 +10,7 @@ from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.topology.rank_grid import nested_sizes
-from megatron.core.transformer.config.layer_kinds import SPARSE_ATTENTION
+from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MAMBA, SPARSE_ATTENTION
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
@@ -328,10 +328,13 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
         return
     config, units = run.transformer_config, parallel.layout_invariant_tensor_units
     kinds = config.layer_kinds()
-    for name in sorted({kind.mixer for kind in kinds if kind.is_recurrent or kind.is_sparse}):
+    others = {kind.mixer for kind in kinds if kind.recurrence or kind.is_sparse}
+    for name in sorted(others):
         reason = ""
         if name == SPARSE_ATTENTION:
             reason = "the chosen keys have no products in units"
+        elif name == ATTENTION_AND_MAMBA:
+            reason = "the sum of attention and Mamba-2 is not computed in units"
         elif parallel.sequence_units > 1:
             reason = "the recurrence over a sequence is not cut into units"
         else:

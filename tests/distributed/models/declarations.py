@@ -192,6 +192,13 @@ MODELS: dict[str, Model] = {
         _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",
         is_packed=True,
     ),
+    "attention and mamba": Model(
+        _ALL,
+        {**_GATED, **_MAMBA, "experimental_attention_variant": "attention_and_mamba2",
+         "mamba_factors": [0.9, 1.1, 0.8, 1.2, 0.7, 1.3, 0.6], "mlp_factors": [0.9, 0.6],
+         "attention_factors": [1.2, 0.8, 0.7], "mamba_gated_norm": False},
+        is_packed=True,
+    ),
     "recomputed": Model(
         ("heads", "plain"),
         {"recompute_granularity": "full", "recompute_method": "uniform",

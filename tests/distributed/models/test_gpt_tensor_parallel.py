@@ -50,6 +50,11 @@ FAMILIES = {
         "normalization": "RMSNorm", "hybrid_layer_pattern": "M-", "mamba_num_groups": 4,
         "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
     },
+    "attention and mamba": {
+        "normalization": "RMSNorm", "experimental_attention_variant": "attention_and_mamba2",
+        "mamba_num_groups": 4, "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
+        "attention_factors": [1.2, 0.8, 0.7], "mamba_factors": [1.0, 1.1, 0.8, 1.2, 0.7, 1.3, 0.6],
+    },
     "sparse attention": {
         "normalization": "RMSNorm", "multi_latent_attention": True, "rope_type": "rope",
         "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6,

@@ -176,7 +176,7 @@ EXPERTS = (
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
-_VARIANT = "experimental-attention-variant"
+_VARIANT, _BESIDE = "experimental-attention-variant", "attention_and_mamba2"
 
 
 def _is_delta(s: Settings) -> bool:
@@ -216,7 +216,7 @@ def _may_share_keys(s: Settings) -> bool:
 
 
 def _is_mamba(s: Settings) -> bool:
-    return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
+    return s.get(_VARIANT) in ("mamba2", _BESIDE) or "M" in str(s.get("hybrid-layer-pattern", ""))
 
 
 def has_attention(s: Settings) -> bool:
@@ -224,7 +224,8 @@ def has_attention(s: Settings) -> bool:
     if letters := s.get("hybrid-layer-pattern"):
         return {"*", "-"} <= set(str(letters))
     frequency = s.get("linear-attention-freq")
-    return _VARIANT not in s or _has_indexer(s) or bool(frequency and frequency <= s["num-layers"])
+    attends = _VARIANT not in s or _has_indexer(s) or s[_VARIANT] == _BESIDE
+    return attends or bool(frequency and frequency <= s["num-layers"])
 
 
 def _letters(letters: str) -> Option:
@@ -251,6 +252,8 @@ MIXERS = (
     Option("o-groups", {4: 3, 2: 1}, _is_compressed),
     Option("o-lora-rank", {6: 1, 8: 1}, _is_compressed),
     Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
+    Option(_VARIANT, {None: 12, _BESIDE: 1},
+           without(_VARIANT, "multi-latent-attention")),
     Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _has_indexer),
     Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _has_indexer),
     Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _has_indexer),
@@ -280,6 +283,7 @@ MIXERS = (
     Option("mamba-num-heads", {8: 1, 16: 1}, _is_mamba),
     Option("mamba-head-dim", {5: 1, 8: 1}, _is_mamba),
     Option("mamba-state-dim", {6: 1, 4: 1}, _is_mamba),
+    switch("no-mamba-gated-norm", 0.3, _is_mamba),
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
 )  # fmt: skip
 

@@ -80,6 +80,7 @@ def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
         and not any(name in case.settings for name in NOT_COVERED)
+        and case.settings.get("experimental-attention-variant") != "attention_and_mamba2"
         and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):

@@ -78,6 +78,10 @@ _GRANITE_4 = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 12,
 }  # fmt: skip
 
+_FALCON_H1 = {
+    **_SIZES, "rms_norm_eps": 1e-2, "pad_token_id": None, "head_dim": 16, "mamba_d_ssm": 96,
+    "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 12,
+}  # fmt: skip
 _HEADS_BY_LAYER = {
     **_SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 3,
     "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -382,6 +386,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "BambaConfig",
         {**_SIZES, "rms_norm_eps": 1e-2, "pad_token_id": None, "attn_layer_indices": [2],
          "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 12},
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**_FALCON_H1, "key_multiplier": 0.8, "attention_in_multiplier": 1.3,
+         "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6,
+         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 0.6],
+         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3},
+    ),
+    "falcon_h1, normed": (
+        "FalconH1Config",
+        {**_FALCON_H1, "rms_norm_eps": 1e-1, "mamba_rms_norm": True,
+         "mamba_norm_before_gate": False, "time_step_limit": (0.01, 0.9), "tie_word_embeddings": True},
     ),
     "granite": (
         "GraniteConfig",

@@ -112,8 +112,8 @@ def kernel_choices(
         lines.append(KernelLine(f"sparse attention, {where}", "blocks of queries"))
     by_mixer: dict[str, list[int]] = {}
     for layer, kind in enumerate(config.layer_kinds(), 1):
-        if kind.is_recurrent:
-            by_mixer.setdefault(kind.mixer, []).append(layer)
+        if kind.recurrence:
+            by_mixer.setdefault(kind.recurrence, []).append(layer)
     for mixer, layers in by_mixer.items():
         lines.append(KernelLine(f"{_RECURRENCES[mixer]}, layers {_ranges(layers)}", "chunks"))
     if config.gated_linear_unit:

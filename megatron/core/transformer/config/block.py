@@ -111,6 +111,9 @@ class BlockConfig:
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] = no_flag(F.gelu)
     """Nonlinearity of the MLP."""
+    mlp_factors: list[float] | None = flag(None, nargs="+")
+    """Factors on the gate before the nonlinearity and on the input of the second matrix of a gated
+    MLP (Falcon-H1). None: 1."""
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = None
@@ -200,6 +203,15 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop --use-parallel-residual and --apply-residual-connection-post-layernorm",
+        )
+    if config.mlp_factors is not None and (
+        len(config.mlp_factors) != 2 or not config.gated_linear_unit
+    ):
+        yield ConfigError(
+            f"mlp_factors={config.mlp_factors} with gated_linear_unit={config.gated_linear_unit}.",
+            rule="a gated MLP has two factors",
+            flags=["--mlp-factors", "--swiglu"],
+            fix="give two numbers, and use --swiglu",
         )
     others = ("sandwich_norm", "use_parallel_residual", "apply_residual_connection_post_layernorm")
     if config.reordered_norm and (given := [name for name in others if getattr(config, name)]):
