@@ -397,7 +397,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1, normed": (
         "FalconH1Config",
         {**_FALCON_H1, "rms_norm_eps": 1e-1, "mamba_rms_norm": True,
-         "mamba_norm_before_gate": False, "time_step_limit": (0.01, 0.9), "tie_word_embeddings": True},
+         "mamba_norm_before_gate": False, "time_step_limit": (0.01, 0.9),
+         "tie_word_embeddings": True},
     ),
     "granite": (
         "GraniteConfig",
