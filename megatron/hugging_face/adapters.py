@@ -46,9 +46,19 @@ them. In such models, layers of dense MLPs and shared experts are listed as para
 
 
 def experts_module(hf_name: str) -> str:
-    """Return the name of Transformers' module of all experts, given the name of one's weight."""
+    """Return the name of Transformers' module of all experts, given the name of one's weight.
+
+    Raises:
+        ConfigError: the files of the family store experts in another form.
+    """
     found = _EXPERTS.fullmatch(hf_name)
-    assert found, hf_name
+    if found is None:
+        raise ConfigError(
+            f"adapters of routed experts, which files store as {hf_name}.",
+            rule="PEFT's adapters of experts belong to the experts of mlp.experts",
+            flags=["--lora-target-modules"],
+            fix="leave the experts out, or merge the adapters by --save-hf",
+        )
     return f"{found[1]}.mlp.experts"
 
 

@@ -271,7 +271,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         without_effect.add("add_qkv_bias")  # add_bias_linear includes these biases
     if model.num_moe_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
-    mixers = {kind.mixer for kind in model.layer_kinds}
+    mixers = {kind.recurrence or kind.mixer for kind in model.layer_kinds}
     for of_sizes, prefix in (({GATED_DELTA_NET, KIMI}, "linear_"), ({MAMBA}, "mamba_"),
                              ({SPARSE_ATTENTION}, "dsa_")):  # fmt: skip
         if not mixers & of_sizes:

@@ -129,12 +129,18 @@ def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
 
 
 def _left_out(model: ModelDirectory) -> dict[str, str]:
-    """Return pattern -> description of the weights of this model that are not read."""
-    number = str(model.settings.num_layers)
+    """Return pattern -> description of the weights of this model that are not read.
+
+    `{num_layers}` is the number of a layer after the last layer of the model.
+    """
+    first = model.settings.num_layers
+    number = f"({'|'.join(str(layer) for layer in range(first, first + _LATER))})"
     left_out = model.family.left_out
     return {key.replace("{num_layers}", number): what for key, what in left_out.items()}
 
 
+_LATER = 8
+"""Most layers after the last layer of a model that are left out: they predict later tokens."""
 Pieces = list[tuple[tuple[int, ...], StoredView]]
 """(offset in Megatron's tensor, the box at this offset as stored in the files)."""
 
@@ -190,7 +196,7 @@ def _pieces(
 ) -> tuple[tuple[int, ...], Pieces]:
     views = [stored[name] for name in names]
     if rule.num_blocks is not None:
-        return _alternating_pieces(model, rule, names[0], views[0])
+        return _alternating_pieces(model, rule, names, views)
     if rule.is_transposed:
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
     if any(rule.unit_dims):
@@ -234,9 +240,22 @@ def _without_units(
 
 
 def _alternating_pieces(
+    model: ModelDirectory, rule: WeightRule, names: list[str], views: list[StoredView]
+) -> tuple[tuple[int, ...], Pieces]:
+    """Return the shape and the blocks of every expert in the tensors of all experts."""
+    pieces: Pieces = []
+    count, height, rest = 0, 0, list[int]()
+    for name, view in zip(names, views, strict=True):
+        (count, rows, *rest), found = _blocks_of_experts(model, rule, name, view)
+        pieces += [((expert, height + row, *zeros), v) for (expert, row, *zeros), v in found]
+        height += rows
+    return (count, height, *rest), pieces
+
+
+def _blocks_of_experts(
     model: ModelDirectory, rule: WeightRule, name: str, view: StoredView
 ) -> tuple[tuple[int, ...], Pieces]:
-    """Return the shape and the blocks of every expert in the tensor of all experts."""
+    """Return the shape and the blocks of every expert in one of these tensors."""
     count, blocks = rule.num_experts, rule.num_blocks
     assert count and blocks
     if rule.is_transposed:

@@ -88,31 +88,54 @@ def rope_by_kind(
             model,
             {**fields, **(stated.get(kind) or {})},
             f"rope_parameters of {kind} in {config.source}",
+            in_angles=True,
         )
         for kind, fields in usual.items()
     }
+
+
+def with_rope_by_kind(
+    model: ModelDescription, config: ConfigFields, usual: Mapping[str, Mapping[str, object]]
+) -> tuple[ModelDescription, dict[str, Any]]:
+    """Return `model` with the rotary positions of its layers without a window, and the settings of
+    a block (`layer_sizes`) that give layers with a window their own ones; see `rope_by_kind`."""
+    found = rope_by_kind(model, config, usual)
+    local = found[SLIDING]
+    own: dict[str, Any] = {
+        "rotary_base": local.rotary_base, "rotary_percent": local.rotary_percent,
+    }  # fmt: skip
+    if local != replace(model, position_embedding_type="rope", **own):
+        config.only("rope_parameters")
+    return found[FULL], own
 
 
 def rope_fields_by_kind(
     model: ModelDescription, usual: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Any]:
     """Return the config fields of rotary positions, the inverse of `rope_by_kind`."""
-    found = {kind: dict(fields) for kind, fields in usual.items()}
-    for n, has_window in enumerate(model.windowed_layers):
-        own = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-        own |= model.block(n + 1).rotary
-        found[SLIDING if has_window and model.window_size else FULL] |= {
+    found = {kind: {"rope_type": "default", **fields} for kind, fields in usual.items()}
+    whole = {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    of_layers = [(FULL, whole)] + [
+        (SLIDING if has_window and model.window_size else FULL, whole | model.block(n).rotary)
+        for n, has_window in enumerate(model.windowed_layers, 1)
+    ]
+    for kind, own in of_layers:
+        found[kind] |= {
             "rope_theta": float(own["rotary_base"]),
             "partial_rotary_factor": own["rotary_percent"],
         }
+    found[FULL] |= rope_fields(model)["rope_scaling"] or {}
     return {"rope_parameters": found}
 
 
 def with_rope_parameters(
-    model: ModelDescription, fields: Mapping[str, object], source: str
+    model: ModelDescription, fields: Mapping[str, object], source: str, *, in_angles: bool = False
 ) -> ModelDescription:
     """Return `model` with the rotary positions of one `rope_parameters`.
 
+    Args:
+        in_angles: YaRN's temperature multiplies cosine and sine, so that layers with other rotary
+            positions do not have it.
     Raises:
         ConfigError: the scaling is not supported.
     """
@@ -141,7 +164,7 @@ def with_rope_parameters(
     elif kind == "dynamic":
         scaling.take("factor", None)  # without effect up to the length of the model
     elif kind == "yarn":
-        model = _with_yarn(model, scaling)
+        model = _with_yarn(model, scaling, in_angles)
     elif kind == "longrope":
         model = _with_longrope(model, scaling)
     else:
@@ -165,7 +188,7 @@ def _with_longrope(model: ModelDescription, scaling: ConfigFields) -> ModelDescr
     )
 
 
-def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
+def _with_yarn(model: ModelDescription, scaling: ConfigFields, in_angles: bool) -> ModelDescription:
     """Return `model` with the settings of YaRN, whose temperature is read as in Transformers."""
     # If both strengths are set, the temperature depends on them, else on the factor alone.
     mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
@@ -175,7 +198,13 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
     of_rotated, of_head = (
         yarn_attention_factor(float(scaling.take("factor")), strength) for strength in strengths
     )
-    scaling.only("attention_factor", of_rotated / of_head)
+    if in_angles or model.rotary_percent != 1.0:
+        # The temperature is a factor on the channels that rotate, not on all scores.
+        amplitude = float(scaling.take("attention_factor", of_rotated / of_head))
+        scale, strengths = model.softmax_scale or model.head_dim**-0.5, (1.0, 0.0)
+        model = replace(model, rotary_amplitude=amplitude, softmax_scale=scale)
+    else:
+        scaling.only("attention_factor", of_rotated / of_head)
     return replace(
         model,
         position_embedding_type="yarn",
@@ -201,6 +230,8 @@ def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
         "beta_slow": float(model.beta_slow),
         "truncate": model.yarn_correction_range_round_to_int,
     }
+    if model.rotary_percent != 1.0 or model.rotary_amplitude != 1.0:
+        fields["attention_factor"] = model.rotary_amplitude
     if model.mscale_all_dim:
         fields |= {"mscale": float(model.mscale), "mscale_all_dim": float(model.mscale_all_dim)}
     return fields

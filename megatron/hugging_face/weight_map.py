@@ -59,8 +59,8 @@ class WeightRule:
     """Megatron's parameter has a leading axis of this many experts. Ranges count rows through all
     experts: row i of expert e is e * rows + i."""
     num_blocks: int | None = None
-    """Hugging Face has one tensor of all experts, [e, ...], whose rows alternate between this many
-    blocks; in Megatron's parameter the blocks of an expert are contiguous."""
+    """Hugging Face has tensors of all experts, [e, ...], whose rows alternate between this many
+    blocks; in Megatron's parameter the blocks of an expert are contiguous, tensor after tensor."""
     layers: tuple[int, ...] | None = None
     """Layers with this parameter; None is all layers."""
     unit_dims: tuple[int, int] = (0, 0)
@@ -159,12 +159,16 @@ def experts(megatron_name: str, num_experts: int, *hf_names: str) -> WeightRule:
 
 
 def alternating_experts(
-    megatron_name: str, hf_name: str, *, num_experts: int, num_blocks: int, is_transposed: bool
+    megatron_name: str, *hf_names: str, num_experts: int, num_blocks: int, is_transposed: bool
 ) -> WeightRule:
-    """One tensor of all experts, whose rows are gate, up, gate, up, ... for two blocks."""
+    """One tensor of all experts, whose rows are gate, up, gate, up, ... for two blocks.
+
+    With several names, each tensor has such rows of all experts, and Megatron's parameter has the
+    rows of an expert from one tensor after the other.
+    """
     return WeightRule(
         megatron_name,
-        (hf_name,),
+        hf_names,
         is_transposed=is_transposed,
         num_experts=num_experts,
         num_blocks=num_blocks,
@@ -189,17 +193,20 @@ def joined_experts(num_experts: int, fc1: str, fc2: str) -> list[WeightRule]:
     ]
 
 
-def query_key_value(megatron_name: str, *hf_names: str) -> WeightRule:
-    """Join separate projections; a group has rows of q/g query heads, one key, one value head.
+def query_key_value(megatron_name: str, *names: str) -> WeightRule:
+    """Join separate projections: to queries, gates if any, keys and values.
+
+    A group has rows of q/g query heads, the gates of these heads if any, one key head and one value
+    head.
 
     Args:
-        hf_names: of queries, keys and values; without the tensors that a layer does not have.
+        names: Hugging Face's tensors; without the tensors that a layer does not have.
     """
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
-        return _by_group(model, [(source, 0) for source in range(len(hf_names))])
+        return _by_group(model, [(source, 0) for source in range(len(names))])
 
-    return WeightRule(megatron_name, hf_names, row_map)
+    return WeightRule(megatron_name, names, row_map)
 
 
 def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
@@ -230,10 +237,11 @@ def fused_query_key_value(
 
 
 def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
-    """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
+    """Interleave queries, gates if any, keys and values, which begin at `starts`: (source, row)."""
     width = model.head_dim
-    queries = model.num_attention_heads // model.num_key_value_heads * width
-    heights = (queries, width, model.value_dim)[: len(starts)]
+    heads = model.num_attention_heads // model.num_key_value_heads
+    gates = [heads * (1 if model.attention_gate_by_head else width)] * (len(starts) - 3)
+    heights = (heads * width, *gates, width, model.value_dim)[: len(starts)]
     found, megatron_begin = [], 0
     for group in range(model.num_key_value_heads):
         for (source, start), height in zip(starts, heights, strict=True):

@@ -179,9 +179,11 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
             source = find_source(contents, megatron_name)
             shape = source.shape
             if rule.num_blocks is not None:
+                shape = (shape[0], shape[1] // len(hf_names), *shape[2:])
                 hf_shape = (*shape[:1], *shape[:0:-1]) if rule.is_transposed else shape
                 names = tuple(full_name(name, family.prefixes[0]) for name in hf_names)
-                groups.append(Group(megatron_name, rule, source, names, (), (hf_shape,)))
+                hf_shapes = (hf_shape,) * len(names)
+                groups.append(Group(megatron_name, rule, source, names, (), hf_shapes))
                 continue
             if rule.num_experts is not None:
                 shape = (shape[0] * shape[1], *shape[2:])
@@ -265,10 +267,10 @@ def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor
                 yield rows.megatron_begin, by_rows.narrow(0, rows.begin, rows.length)
         return
     by_rows = out.transpose(1, 2) if rule.is_transposed else out
-    height = by_rows.shape[1]
+    before, height = index * by_rows.shape[1], group.source.shape[1]
     blocks = by_rows.unflatten(1, (-1, rule.num_blocks)).transpose(1, 2)
     for expert, block in product(range(len(out)), range(rule.num_blocks)):
-        yield expert * height + block * blocks.shape[2], blocks[expert, block]
+        yield expert * height + before + block * blocks.shape[2], blocks[expert, block]
 
 
 def _read_rows(group: Group, reader: SliceReader, begin: int, into: Tensor) -> None:

@@ -148,7 +148,7 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         return number / layers
 
     with_mlp = share(sum(kind.mlp == DENSE for kind in kinds))
-    with_mamba = share(sum(kind.mixer == MAMBA for kind in kinds))
+    with_mamba = share(sum(kind.recurrence == MAMBA for kind in kinds))
     with_attention = share(sum(kind.attends for kind in kinds))
     heads = config.num_attention_heads
     kv_heads = heads if config.multi_latent_attention else groups

@@ -73,16 +73,19 @@ ACTIVATIONS: dict[Act, Activation] = {
 
 @dataclass(frozen=True)
 class Gate:
-    """act(gate) * (up + offset); `clamp` bounds the gate from above and up from both sides."""
+    """act(gate) * (up + offset); `clamp` bounds the gate, or with `clamps_after` act(gate), from
+    above and up from both sides."""
 
     act: Act
     clamp: float | None = None
     offset: float = 0.0
+    clamps_after: bool = False
 
     def needs(self) -> frozenset[str]:
         """Return the features that a kernel must support to compute it."""
         given = {
-            CLAMP: self.clamp is not None,
+            CLAMP: self.clamp is not None and not self.clamps_after,
+            CLAMP_AFTER: self.clamp is not None and self.clamps_after,
             OFFSET: self.offset != 0,
             OTHER_ACTIVATION: self.act not in ACTIVATIONS,
         }
@@ -106,8 +109,12 @@ def plain_gate(packed: Tensor, gate: Gate) -> Tensor:
     """Return the gate of packed [..., 2f] as [..., f] by the formula, one operation at a time."""
     gated_half, up = torch.chunk(packed, 2, dim=-1)
     if gate.clamp is not None:
-        gated_half, up = gated_half.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
-    return gate.act(gated_half) * (up + gate.offset if gate.offset else up)
+        up = up.clamp(-gate.clamp, gate.clamp)
+        gated_half = gated_half if gate.clamps_after else gated_half.clamp(max=gate.clamp)
+    activated = gate.act(gated_half)
+    if gate.clamp is not None and gate.clamps_after:
+        activated = activated.clamp(max=gate.clamp)
+    return activated * (up + gate.offset if gate.offset else up)
 
 
 def _with_terms(run: Callable[[Tensor, Gate], Tensor]) -> GatedKernel:
@@ -124,9 +131,10 @@ def _with_terms(run: Callable[[Tensor, Gate], Tensor]) -> GatedKernel:
 
 GatedKernel: TypeAlias = Callable[[Tensor, Gate, Tensor | None, Tensor | None], Tensor]
 """(packed [..., 2f] with the gate first, Gate, bias [2f], weights [...]) -> [..., f]."""
-CLAMP, OFFSET = "a clamp", "an offset"
+CLAMP, CLAMP_AFTER, OFFSET = "a clamp", "a clamp after the activation", "an offset"
 OTHER_ACTIVATION = "activations other than SiLU, tanh GELU and quick GELU"
-_PLAIN = Kernel("plain", _with_terms(plain_gate), frozenset({CLAMP, OFFSET, OTHER_ACTIVATION}))
+_FEATURES = frozenset({CLAMP, CLAMP_AFTER, OFFSET, OTHER_ACTIVATION})
+_PLAIN = Kernel("plain", _with_terms(plain_gate), _FEATURES)
 
 GATED: KernelTable[GatedKernel] = KernelTable(
     "gated activation",

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ class MambaMixer(RecurrentMixer):
             convolved=slice(1, 4),
             # Decay, write, read.
             state_products=3,
-            vector_parameters=channels + 3 * n + n * e,
+            vector_parameters=channels + 3 * n + config.mamba_gated_norm * n * e,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:
@@ -62,9 +63,26 @@ class MambaMixer(RecurrentMixer):
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n, split_dim=0, init_method=fill_step_biases)
         self.D = layer.new_parameter(n, split_dim=0, init_method=nn.init.ones_)
-        self.norm_weight = layer.new_parameter(
-            n * self.sizes.value_width, split_dim=0, init_method=nn.init.ones_
-        )
+        if self.config.mamba_gated_norm:
+            self.norm_weight = layer.new_parameter(
+                n * self.sizes.value_width, split_dim=0, init_method=nn.init.ones_
+            )
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Mix the sequence, with the factors of `config.mamba_factors`; see `RecurrentMixer`."""
+        if self.config.mamba_factors is None:
+            return super().forward(hidden_states, **options)
+        first, *_, last = self.config.mamba_factors
+        output, _ = super().forward(hidden_states * first, **options)
+        return output * last, None
+
+    def _mix(self, packed: Tensor, *others: Any) -> Tensor:
+        if self.config.mamba_factors is None:
+            return super()._mix(packed, *others)
+        rows = zip(self.sizes.rows_of_block, self.config.mamba_factors[1:-1], strict=True)
+        factors = torch.cat([packed.new_full((count,), factor) for count, factor in rows])
+        scaled = packed.unflatten(-1, (self.num_blocks, -1)) * factors
+        return super()._mix(scaled.flatten(-2), *others)
 
     def state_shape(self) -> tuple[int, ...]:
         """Return (g/tp, d, r, e)."""
@@ -95,5 +113,7 @@ class MambaMixer(RecurrentMixer):
         out = (out + wide(self.D).unsqueeze(-1) * x).flatten(2)
         gate = others[0]
         gated = out.view(gate.shape) * F.silu(wide(gate))
+        if not self.config.mamba_gated_norm:
+            return gated.flatten(2)
         scale = gated.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon
         return (gated * scale.rsqrt()).flatten(2) * wide(self.norm_weight)

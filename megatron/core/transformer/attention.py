@@ -28,7 +28,7 @@ from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.dot_product_attention import gated, reader_of_cache
+from megatron.core.transformer.dot_product_attention import GATES, gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import cos_sin, factor_by_position, positions_of, rotate
@@ -284,7 +284,8 @@ class Attention(MegatronModule):
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
         """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
         projected tensors: here the gate, if there is one."""
-        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode)
+        act = GATES[self.config.attention_gate_activation]
+        return gated(attended, *late, in_vectors=self.config.layout_invariant_mode, act=act)
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
@@ -304,10 +305,12 @@ class SelfAttention(Attention):
         self.queries_per_group = config.num_attention_heads // groups
         value_head = config.v_channels or head
         self.output_width = config.num_attention_heads * value_head
-        queries = [self.queries_per_group * head] * (1 + config.attention_output_gate)
+        queries = self.queries_per_group * head
+        self.gate_width = 1 if config.attention_gate_by_head else head
+        gates = [self.queries_per_group * self.gate_width] * config.attention_output_gate
         keys = [head] if config.attention_k_eq_v else [head, value_head]
         shares = config.shares_key_value(self.layer_number)
-        self.rows_of_group = (*queries, *([] if shares else keys))
+        self.rows_of_group = (queries, *gates, *([] if shares else keys))
         """Number of rows of a group: queries; if the layer has them, gates, key, value."""
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
@@ -350,7 +353,8 @@ class SelfAttention(Attention):
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         Returns:
             query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d], or None in a layer that
-            shares them; with `config.attention_output_gate` the gate [s, b, n/tp * d].
+            shares them; with `config.attention_output_gate` the gate [s, b, n/tp * d], or
+            [s, b, n/tp] with `config.attention_gate_by_head`.
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -438,7 +442,9 @@ class SelfAttention(Attention):
         parts = torch.split(grouped, rows, dim=3)
         local = self.num_attention_heads_per_partition
         first_key = 1 + self.config.attention_output_gate
-        mine = slice(part * local * d, (part + 1) * local * d)
-        query, *gate = (heads.reshape(s, b, -1)[:, :, mine] for heads in parts[:first_key])
+        query, *gate = (
+            heads.reshape(s, b, -1)[:, :, part * local * width : (part + 1) * local * width]
+            for heads, width in zip(parts[:first_key], (d, self.gate_width), strict=False)
+        )
         keys = parts[first_key:] or (None,)
         return query.view(s, b, local, d), keys[0], keys[-1], *gate

@@ -67,8 +67,12 @@ def captured_layers(layers: Sequence[Any], config: TransformerConfig) -> list[Ca
     if not config.captures_layers or why_not_captured(config):
         return found
     for index, layer in enumerate(layers):
-        attends = config.layer_kind(layer.layer_number).attends
-        if attends and not any(_keeps_it_eager(part) for part in layer.modules()):
+        kind = config.layer_kind(layer.layer_number)
+        if (
+            kind.attends
+            and not kind.recurrence
+            and not any(_keeps_it_eager(part) for part in layer.modules())
+        ):
             found[index] = CapturedLayer(layer, config.cuda_graph_warmup_steps)
     return found
 

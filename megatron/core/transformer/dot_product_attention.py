@@ -8,10 +8,11 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel import attend_in_units, context_parallel_attention
@@ -351,8 +352,18 @@ def reader_of_cache(core: object) -> DotProductAttention:
     )
 
 
-def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = False) -> Tensor:
-    """Return attended * sigmoid(gate); without a gate `attended`.
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+"""Value of `attention_gate_activation` -> function."""
+
+
+def gated(
+    attended: Tensor,
+    gate: Tensor | None = None,
+    *,
+    in_vectors: bool = False,
+    act: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> Tensor:
+    """Return attended * act(gate); without a gate `attended`.
 
     Args:
         attended: [s, b, n/tp * d].
@@ -364,8 +375,8 @@ def gated(attended: Tensor, gate: Tensor | None = None, *, in_vectors: bool = Fa
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
     logits = gate.float()
     if in_vectors:
-        weights = in_full_vectors(torch.sigmoid, logits.flatten()).view(gate.shape)
+        weights = in_full_vectors(act, logits.flatten()).view(gate.shape)
     else:
-        weights = logits.sigmoid()
+        weights = act(logits)
     parts = attended.unflatten(-1, (gate.shape[-1], -1))
     return (parts * weights.unsqueeze(-1)).flatten(-2).to(attended.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -176,12 +177,21 @@ def gated(
         return weighted(out, weights, config, expt_tp)
     if not config.gated_linear_unit:
         return activation_func(x if bias is None else x + bias)
+    first, last = config.mlp_factors or (1.0, 1.0)
+    if first != 1.0:
+        activation_func = partial(_of_multiple, activation_func, first)
     clamp = config.activation_func_clamp_value
     if is_expert and config.moe_activation_func_clamp_value is not None:
         clamp = config.moe_activation_func_clamp_value
-    gate = Gate(activation_func, clamp, config.glu_linear_offset)
+    clamps_after = config.activation_func_clamp_after
+    gate = Gate(activation_func, clamp, config.glu_linear_offset, clamps_after)
     fuses = config.bias_activation_fusion
-    return gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)
+    out = gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)
+    return out if last == 1.0 else out * last
+
+
+def _of_multiple(function: Callable[[Tensor], Tensor], factor: float, x: Tensor) -> Tensor:
+    return function(x * factor)
 
 
 def weighted(x: Tensor, weights: Tensor, config: TransformerConfig, expt_tp: Group) -> Tensor:

@@ -14,6 +14,8 @@ from megatron.hugging_face.families import (
     deepseek4,
     deepseek_relatives,
     experts,
+    falcon_h1,
+    gated_heads,
     gemma,
     gemma4,
     glm,
@@ -76,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
     experts.MELLUM,
     llama4.LLAMA4,
     mimo.MIMO_V2_FLASH,
+    *gated_heads.FAMILIES,
     *relatives.FAMILIES,
     bert.BERT,
     bert.MEGATRON_BERT,
@@ -85,6 +88,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN3_5_VL,
     qwen_vl.QWEN3_5_MOE_VL,
     *state_space.FAMILIES,
+    falcon_h1.FALCON_H1,
     *granite.FAMILIES,
     *olmo.FAMILIES,
     *routed.FAMILIES,
@@ -104,6 +108,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "kimi_k25": {"model_type": "deepseek_v3"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "step3p7": {"model_type": "step3p5"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}

@@ -1,7 +1,7 @@
 """Command R and Command A: attention and MLP read one norm, which has no bias.
 
 Adjacent channels rotate. In Command A and R7B (`cohere2`) the layers with a window rotate, and the
-others do not.
+others do not. In `cohere2_moe`, layers have experts, except for some that may rotate as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.deepseek import with_expert_layers
+from megatron.hugging_face.families.experts import OF_BALANCE, mlp_kinds, with_mlp_kinds
 from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
@@ -52,6 +54,77 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     return [rule for rule in LLAMA.rules(settings) if not rule.megatron_name.endswith(_MLP_NORM)]
 
 
+def _moe_settings(config: ConfigFields) -> ModelDescription:
+    first, epsilon = config.take("first_k_dense_replace", 0), config.take("rms_norm_eps", None)
+    prefix, period = (
+        config.take(f"{kind}sliding_window_pattern", count)
+        for kind, count in (("prefix_dense_", 1), ("", 4))
+    )
+    model = _settings(
+        config if epsilon is None else config.with_fields({"layer_norm_eps": epsilon})
+    )
+    layers = range(model.num_layers)
+    model = with_window(
+        model,
+        config,
+        [(n + 1) % prefix != 0 if n < first else (n - first + 1) % period != 0 for n in layers],
+    )
+    width, num_shared = model.ffn_hidden_size, config.take("num_shared_experts", 0)
+    averages = config.only("shared_expert_combination_strategy", "average", "sum") != "sum"
+    model = replace(
+        model,
+        normalization="LayerNormWithoutBias" if epsilon is None else "RMSNorm",
+        ffn_hidden_size=config.take("prefix_dense_intermediate_size", width),
+        num_moe_experts=config.take("num_experts", 8),
+        moe_ffn_hidden_size=width,
+        moe_layer_freq=[int(n >= first) for n in layers],
+        moe_router_topk=config.take("num_experts_per_tok", 2),
+        moe_shared_expert_intermediate_size=width * num_shared or None,
+        moe_average_shared_expert=averages and num_shared > 0,
+    )
+    if config.only("expert_selection_fn", "softmax", "sigmoid") == "sigmoid":
+        config.only("norm_topk_prob", True)
+        model = replace(model, moe_router_score_function="sigmoid")
+    config.take("norm_topk_prob", None)  # a softmax over the chosen experts is normed
+    model = with_mlp_kinds(model, config)
+    rotates = zip(model.windowed_layers, model.has_experts, strict=True)
+    skips = [int(not has_one and (routed or prefix != 1)) for has_one, routed in rotates]
+    return replace(model, no_rope_freq=skips)
+
+
+def _moe_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**_fields(settings), **window_fields(settings)}
+    width, shared = settings.experts_width, settings.moe_shared_expert_intermediate_size or 0
+    skips = settings.no_rope_freq or [0] * settings.num_layers
+    forced = [n for n, windowed in enumerate(settings.windowed_layers) if not windowed | skips[n]]
+    return {
+        **fields,
+        "rms_norm_eps": settings.layernorm_epsilon if settings.normalization == "RMSNorm" else None,
+        "intermediate_size": width,
+        "prefix_dense_intermediate_size": settings.ffn_hidden_size,
+        "prefix_dense_sliding_window_pattern": 1 if forced else 2,
+        "num_experts": settings.num_moe_experts or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "num_shared_experts": shared // width,
+        "shared_expert_combination_strategy": (
+            "average" if settings.moe_average_shared_expert else "sum"
+        ),
+        "expert_selection_fn": settings.moe_router_score_function,
+        "norm_topk_prob": True,
+        "mlp_layer_types": mlp_kinds(settings),
+    }
+
+
+def _moe_rules(settings: ModelDescription) -> list[WeightRule]:
+    has_shared = settings.moe_shared_expert_intermediate_size
+    return [
+        rule
+        for rule in with_expert_layers(_rules(settings), settings)
+        if not rule.megatron_name.endswith("pre_mlp_layernorm.weight")
+        and (has_shared or ".shared_experts." not in rule.megatron_name)
+    ]
+
+
 COHERE = replace(
     LLAMA,
     model_type="cohere",
@@ -71,4 +144,14 @@ COHERE2 = replace(
     only=LLAMA.only,
     absent={"sliding_window": 4096, "tie_word_embeddings": True},
 )
-FAMILIES = (COHERE, COHERE2)
+COHERE2_MOE = replace(
+    COHERE2,
+    model_type="cohere2_moe",
+    architecture="Cohere2MoeForCausalLM",
+    settings=_moe_settings,
+    fields=_moe_fields,
+    rules=_moe_rules,
+    unused=OF_BALANCE,
+    absent={"head_dim": 128, "sliding_window": 4096, "tie_word_embeddings": True},
+)
+FAMILIES = (COHERE, COHERE2, COHERE2_MOE)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import FULL, SLIDING
+from megatron.hugging_face.rope import FULL, SLIDING, rope_fields
 from megatron.hugging_face.weight_map import WeightRule
 
 T = TypeVar("T")
@@ -147,12 +147,15 @@ def with_blocks(
 ) -> ModelDescription:
     """Return `model` with settings by layer, without the sizes that equal the model's sizes."""
 
+    # The factor on the scores depends on the width of a head: a layer states it again. A base of a
+    # layer is not scaled, even if it equals the model's base.
+    again = {"softmax_scale", *(["rotary_base"] if rope_fields(model)["rope_scaling"] else [])}
+
     def own(settings: Mapping[str, Any]) -> dict[str, Any]:
-        # The factor on the scores depends on the width of a head: a layer states it again.
         return {
             name: value
             for name, value in settings.items()
-            if name == "softmax_scale" or value != getattr(model, name)
+            if name in again or value != getattr(model, name)
         }
 
     blocks = [

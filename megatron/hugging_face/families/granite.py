@@ -1,6 +1,7 @@
 """Granite: a Llama with factors on the embedding, scores, residual branches and logits.
 
-Granite 3 is dense (`granite`) or has experts (`granitemoe`). A layer of Granite 4
+Granite 3 is dense (`granite`) or has experts (`granitemoe`), also beside a shared one
+(`granitemoeshared`). A layer of Granite 4
 (`granitemoehybrid`) has Mamba-2 or attention, and then an MLP, alone or as a shared expert.
 `granite_swa` has windows and sinks, and a rotary base for each layer. HyperCLOVA X (arXiv
 2404.01954) also has norms after both branches, and its factor on the logits multiplies.
@@ -38,7 +39,7 @@ def _rounded(factor: float) -> float:
 
 def _temperature(settings: ModelDescription) -> float:
     """Return YaRN's factor on scores, in addition to the attention multiplier."""
-    if settings.position_embedding_type != "yarn":
+    if settings.position_embedding_type != "yarn" or settings.rotary_percent != 1.0:
         return 1.0
     width = settings.head_dim
     strengths = settings.mscale, settings.mscale_all_dim
@@ -180,6 +181,16 @@ def _hybrid_rules(settings: ModelDescription) -> list[WeightRule]:
     return layer_rules([*found, *shared], settings)
 
 
+def _shared_settings(config: ConfigFields) -> ModelDescription:
+    width = config.take("shared_intermediate_size", 0)
+    return replace(_moe_settings(config), moe_shared_expert_intermediate_size=width or None)
+
+
+def _shared_fields(settings: ModelDescription) -> dict[str, Any]:
+    width = settings.moe_shared_expert_intermediate_size or 0
+    return {**_moe_fields(settings), "shared_intermediate_size": width}
+
+
 def _swa_settings(config: ConfigFields) -> ModelDescription:
     settings = _settings(config)
     settings = with_window(settings, config, [n % 4 != 0 for n in range(settings.num_layers)])
@@ -266,6 +277,16 @@ GRANITE_HYBRID = replace(
     rules=_hybrid_rules,
     unused=OF_BALANCE,
 )
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    settings=_shared_settings,
+    fields=_shared_fields,
+    rules=lambda model: (
+        _hybrid_rules(model) if model.moe_shared_expert_intermediate_size else _moe_rules(model)
+    ),
+)
 GRANITE_SWA = replace(
     LLAMA,
     model_type="granite_swa",
@@ -283,4 +304,4 @@ HYPERCLOVAX = replace(
     fields=_hyperclovax_fields,
     rules=_hyperclovax_rules,
 )
-FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID, GRANITE_SWA, HYPERCLOVAX)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_HYBRID, GRANITE_SWA, HYPERCLOVAX)

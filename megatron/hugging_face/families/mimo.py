@@ -14,11 +14,11 @@ from megatron.hugging_face.families.deepseek import judged_by_sigmoid, with_expe
 from megatron.hugging_face.families.family import window_fields, with_blocks, with_window
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import FULL, SLIDING, rope_by_kind, rope_fields_by_kind
+from megatron.hugging_face.rope import FULL, SLIDING, rope_fields_by_kind, with_rope_by_kind
 from megatron.hugging_face.weight_map import WeightRule, by_layer_size, identity
 
 _ROTARY = {
-    kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.334}
+    kind: {"rope_theta": base, "partial_rotary_factor": 0.334}
     for kind, base in ((FULL, 5_000_000.0), (SLIDING, 10_000.0))
 }
 _MLPS = {False: "dense", True: "sparse"}
@@ -28,15 +28,8 @@ def _settings(config: ConfigFields) -> ModelDescription:
     model = replace(gated_settings(config), swiglu=True)
     layers = range(model.num_layers)
     model = with_window(model, config, [n > 0 and (n + 1) % 6 != 0 for n in layers])
-    rotary = rope_by_kind(model, config, _ROTARY)
-    local = rotary[SLIDING]
-    if (local.use_rope_scaling, local.rotary_seq_len_interpolation_factor) != (False, None):
-        config.only("rope_parameters")
-    own = {
-        "num_query_groups": 2 * model.num_query_groups, "softmax_type": "learnable",
-        "rotary_base": local.rotary_base, "rotary_percent": local.rotary_percent,
-    }  # fmt: skip
-    model = rotary[FULL]
+    model, local = with_rope_by_kind(model, config, _ROTARY)
+    own = {"num_query_groups": 2 * model.num_query_groups, "softmax_type": "learnable", **local}
     mlps = config.take("mlp_layer_types", ["dense"] + ["sparse"] * (model.num_layers - 1))
     if set(mlps) - {*_MLPS.values()}:
         config.only("mlp_layer_types", [*_MLPS.values()])

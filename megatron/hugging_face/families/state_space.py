@@ -87,13 +87,16 @@ def _limit_fields(settings: ModelDescription) -> list[Any]:
     return [{"__float__": "Infinity"} if math.isinf(bound) else bound for bound in bounds]
 
 
-def mixer_rules(settings: ModelDescription, there: str) -> list[WeightRule]:
+def mixer_rules(
+    settings: ModelDescription, there: str, here: str = _LAYER + "self_attention."
+) -> list[WeightRule]:
     """Return the rules of a Mamba-2 mixer, whose rows Megatron orders by group.
 
     Args:
         there: prefix of the mixer's weights in Hugging Face's files.
+        here: prefix of Megatron's parameters.
     """
-    here, g = _LAYER + "self_attention.", settings.mamba_num_groups
+    g = settings.mamba_num_groups
     n = settings.mamba_heads
     inner, state = n * settings.mamba_head_dim, g * settings.mamba_state_dim
     same = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "norm_weight": "norm.weight",

@@ -146,11 +146,12 @@ class ModelSize:
 
     @property
     def _qkv_width(self) -> int:
-        # Queries n d, with an output gate 2n d; keys g d and values.
+        # Queries, gates of channels or of heads, keys, values.
         config, groups = self.config, self.config.num_query_groups or 0
-        queries = config.num_attention_heads * (1 + config.attention_output_gate)
-        widths = [config.kv_channels or 0, 0 if config.attention_k_eq_v else self.value_head]
-        return queries * widths[0] + groups * sum(widths) * (not self.shares_key_value)
+        width, heads = config.kv_channels or 0, config.num_attention_heads
+        gates = config.attention_output_gate * (1 if config.attention_gate_by_head else width)
+        keys = width + (0 if config.attention_k_eq_v else self.value_head)
+        return heads * (width + gates) + groups * keys * (not self.shares_key_value)
 
     @property
     def _attention_matrices(self) -> int:
@@ -233,7 +234,7 @@ class ModelSize:
         return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
 
     def _mixer(self, kind: LayerKind) -> MixerSizes:
-        return RECURRENT_MIXERS[kind.mixer].sizes_of(self.config)
+        return RECURRENT_MIXERS[kind.recurrence].sizes_of(self.config)
 
     def token_products(self, kind: LayerKind) -> int:
         """Multiplications of one token in a layer, scores of attention apart.
@@ -244,7 +245,7 @@ class ModelSize:
         count = kind.has_cross_attention * self._attention_matrices + self._connections(kind)[1]
         if kind.attends:
             count += self._attention_matrices + self._indexer_matrices(kind)
-        elif kind.is_recurrent:
+        if kind.recurrence:
             mixer = self._mixer(kind)
             count += mixer.matrices(config.hidden_size) + mixer.token_products
         count += (kind.mixer, kind.mlp).count(LINEAR) * config.hidden_size**2
@@ -279,7 +280,7 @@ class ModelSize:
         count += norms * (bool(kind.mixer) + bool(kind.mlp))
         if kind.attends:
             count += self._attention_parameters
-        elif kind.is_recurrent:
+        if kind.recurrence:
             count += self._mixer(kind).parameters(config.hidden_size)
         indexed = config.dsa_indexer_head_dim or 0
         if kind.is_sparse and kind.has_indexer:

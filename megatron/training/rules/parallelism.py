@@ -12,6 +12,7 @@ from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.topology.rank_grid import nested_sizes
 from megatron.core.transformer.config.layer_kinds import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     COMPRESSED_ATTENTION,
     LINEAR,
     NOTHING,
@@ -267,6 +268,13 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
             "--layout-invariant-tensor-units",
             fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
         )
+    if model.attention_output_gate and model.attention_gate_by_head:
+        yield problem(
+            "--layout-invariant-mode with --attention-gate-by-head.",
+            f"a unit has a multiple of {_VECTOR} channels, and a head has one gate",
+            "--layout-invariant-mode",
+            fix="drop one of them",
+        )
     groups = model.num_query_groups if model.group_query_attention else None
     if groups and groups % tp:
         yield problem(
@@ -332,6 +340,8 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
         reason = ""
         if name in (SPARSE_ATTENTION, COMPRESSED_ATTENTION):
             reason = "chosen keys and compressed entries have no products in units"
+        elif name == ATTENTION_AND_MAMBA:
+            reason = "the sum of attention and Mamba-2 is not computed in units"
         elif parallel.sequence_units > 1:
             reason = "the recurrence over a sequence is not cut into units"
         else:

@@ -121,6 +121,11 @@ MODELS: dict[str, Model] = {
         _ALL, {**_GATED, "num_query_groups": 4, "qk_layernorm": True, "add_qkv_bias": True,
                "attention_output_gate": True, "softmax_type": "learnable"},
     ),
+    "a gate for each head": Model(
+        ("ring", "sequence", "plain"),
+        {**_GATED, "num_query_groups": 2, "attention_output_gate": True,
+         "attention_gate_by_head": True, "attention_gate_activation": "softplus"},
+    ),
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
     ),
@@ -198,6 +203,13 @@ MODELS: dict[str, Model] = {
     ),
     "mixers": Model(
         _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",
+        is_packed=True,
+    ),
+    "attention and mamba": Model(
+        _ALL,
+        {**_GATED, **_MAMBA, "experimental_attention_variant": "attention_and_mamba2",
+         "mamba_factors": [0.9, 1.1, 0.8, 1.2, 0.7, 1.3, 0.6], "mlp_factors": [0.9, 0.6],
+         "attention_factors": [1.2, 0.8, 0.7], "mamba_gated_norm": False},
         is_packed=True,
     ),
     "recomputed": Model(

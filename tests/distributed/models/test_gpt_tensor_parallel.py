@@ -31,6 +31,12 @@ FAMILIES = {
         "normalization": "RMSNorm", "add_qkv_bias": True, "num_query_groups": 2,
         "attention_output_gate": True,
     },
+    "a gate for each head": {
+        "normalization": "RMSNorm", "num_query_groups": 2, "attention_output_gate": True,
+        "attention_gate_by_head": True, "attention_gate_activation": "softplus",
+        "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
+        "activation_func_clamp_value": 0.01, "activation_func_clamp_after": True,
+    },
     "gated delta net": {
         "normalization": "RMSNorm", "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
@@ -43,6 +49,11 @@ FAMILIES = {
     "mamba": {
         "normalization": "RMSNorm", "hybrid_layer_pattern": "M-", "mamba_num_groups": 4,
         "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
+    },
+    "attention and mamba": {
+        "normalization": "RMSNorm", "experimental_attention_variant": "attention_and_mamba2",
+        "mamba_num_groups": 4, "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
+        "attention_factors": [1.2, 0.8, 0.7], "mamba_factors": [1.0, 1.1, 0.8, 1.2, 0.7, 1.3, 0.6],
     },
     "sparse attention": {
         "normalization": "RMSNorm", "multi_latent_attention": True, "rope_type": "rope",

@@ -72,6 +72,7 @@ LAYERS = (
                 "openai-gelu": 1}),
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
+    switch("activation-func-clamp-after", 0.4, given("activation-func-clamp-value")),
     Option("", {None: 7, "apply-residual-connection-post-layernorm": 1,
                 "use-parallel-residual": 1, "enable-mhc-connections": 2}),
     Option("mhc-num-residual-streams", {None: 1, 2: 2, 3: 1}, given("enable-mhc-connections")),
@@ -94,6 +95,9 @@ LAYERS = (
     switch("query-scale-without-rope", 0.5,
            lambda s: "query-scale-beta" in s and "no-rope-freq" in s),
     switch("attention-output-gate", 0.2),
+    switch("attention-gate-by-head", 0.5, lambda s: "attention-output-gate" in s
+           and "multi-latent-attention" not in s),
+    Option("attention-gate-activation", {None: 2, "softplus": 1}, given("attention-output-gate")),
     switch("mla-gate-by-channel", 0.5,
            lambda s: {"attention-output-gate", "multi-latent-attention"} <= set(s)),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
@@ -168,10 +172,11 @@ EXPERTS = (
     switch("moe-router-force-load-balancing", 0.06, given("num-experts")),
     Option("moe-shared-expert-intermediate-size", {None: 2, 16: 1, 24: 1}, given("num-experts")),
     switch("moe-shared-expert-gate", 0.3, given("moe-shared-expert-intermediate-size")),
+    switch("moe-average-shared-expert", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
-_VARIANT = "experimental-attention-variant"
+_VARIANT, _BESIDE = "experimental-attention-variant", "attention_and_mamba2"
 
 
 def _is_delta(s: Settings) -> bool:
@@ -211,7 +216,7 @@ def _may_share_keys(s: Settings) -> bool:
 
 
 def _is_mamba(s: Settings) -> bool:
-    return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
+    return s.get(_VARIANT) in ("mamba2", _BESIDE) or "M" in str(s.get("hybrid-layer-pattern", ""))
 
 
 def has_attention(s: Settings) -> bool:
@@ -219,7 +224,8 @@ def has_attention(s: Settings) -> bool:
     if letters := s.get("hybrid-layer-pattern"):
         return {"*", "-"} <= set(str(letters))
     frequency = s.get("linear-attention-freq")
-    return _VARIANT not in s or _has_indexer(s) or bool(frequency and frequency <= s["num-layers"])
+    attends = _VARIANT not in s or _has_indexer(s) or s[_VARIANT] == _BESIDE
+    return attends or bool(frequency and frequency <= s["num-layers"])
 
 
 def _letters(letters: str) -> Option:
@@ -246,6 +252,8 @@ MIXERS = (
     Option("o-groups", {4: 3, 2: 1}, _is_compressed),
     Option("o-lora-rank", {6: 1, 8: 1}, _is_compressed),
     Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
+    Option(_VARIANT, {None: 12, _BESIDE: 1},
+           without(_VARIANT, "multi-latent-attention")),
     Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _has_indexer),
     Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _has_indexer),
     Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _has_indexer),
@@ -275,6 +283,7 @@ MIXERS = (
     Option("mamba-num-heads", {8: 1, 16: 1}, _is_mamba),
     Option("mamba-head-dim", {5: 1, 8: 1}, _is_mamba),
     Option("mamba-state-dim", {6: 1, 4: 1}, _is_mamba),
+    switch("no-mamba-gated-norm", 0.3, _is_mamba),
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
 )  # fmt: skip
 

@@ -38,8 +38,8 @@ SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
 """Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
     "fp16", "lora-rank", "fp8-format", "fp4-format", "use-torch-fsdp2", "hybrid-context-parallel",
-    "qk-clip", "enable-mhc-connections", "heterogeneous-layers-config-path",
-    "heterogeneous-layers-config-encoded-json",
+    "qk-clip", "enable-mhc-connections", "attention-gate-by-head",
+    "heterogeneous-layers-config-path", "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
 LEFT_OUT = (
@@ -80,6 +80,7 @@ def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
         and not any(name in case.settings for name in NOT_COVERED)
+        and case.settings.get("experimental-attention-variant") != "attention_and_mamba2"
         and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):

@@ -68,7 +68,7 @@ def compare_gradients(
                 grads = [g.transpose(-1, -2) for g in grads]
             mine_whole = _our_gradient(ours, mine, rule.num_experts)
             if rule.num_blocks is not None:
-                grads = [_in_blocks(grads[0], rule.num_blocks)]
+                grads = [_in_blocks(torch.cat(grads, 1), rule.num_blocks)]
             for rows in rule.row_map(model.settings, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
                 own = mine_whole.narrow(0, rows.megatron_begin, rows.length)
@@ -105,6 +105,10 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
             return names[f"{layer}.mlp.experts.down_proj"].grad[number]
         both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
         return both.chunk(2)[_HALF[part]]
+    of_all = re.fullmatch(r"(.*)\.moe\.(gate|up)_proj\.weight", name)
+    if of_all is not None:
+        both = names[f"{of_all[1]}.mlp.experts.gate_up_proj"].grad
+        return both.chunk(2, 1)[of_all[2] == "up"]
     of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
     if of_convolution is not None:
         joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight", names)].grad
@@ -136,6 +140,12 @@ _PATTERNS = {
     r"mlp\.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
     r"mlp\.gate\.expert_bias": "mlp.gate.e_score_correction_bias",
     r"mlp\.expert_bias": "mlp.e_score_correction_bias",
+    r"mlp\.experts\.e_score_correction_bias": "mlp.gate.e_score_correction_bias",  # Laguna
+    r"mlp\.shared_expert\.": "mlp.shared_experts.",
+    r"\.moe\.router_bias": ".mlp.gate.e_score_correction_bias",  # Step 3.5
+    r"\.moe\.gate\.": ".mlp.gate.",
+    r"\.moe\.down_proj\.weight": ".mlp.experts.down_proj",
+    r"\.share_expert\.": ".mlp.shared_experts.",
     # DeepSeek V4:
     r"^head\.": "lm_head.",
     r"\.attn\.": ".self_attn.",

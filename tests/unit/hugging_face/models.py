@@ -16,6 +16,7 @@ from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import open_model
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
+from tests.unit.hugging_face.step_text import Step3p5ForCausalLM
 
 VOCAB, LENGTH = 97, 24
 _SIZES = {
@@ -79,6 +80,16 @@ _GRANITE_4 = {
     **_GRANITE, "rms_norm_eps": 1e-2, "shared_intermediate_size": 48, "num_experts_per_tok": 2,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 12,
+}  # fmt: skip
+
+_FALCON_H1 = {
+    **_SIZES, "rms_norm_eps": 1e-2, "pad_token_id": None, "head_dim": 16, "mamba_d_ssm": 96,
+    "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_state": 12,
+}  # fmt: skip
+_HEADS_BY_LAYER = {
+    **_SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 3,
+    "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -282,6 +293,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
     "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
+    "glm4, stretched": (
+        "Glm4Config",
+        {**_GLM, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 16}},
+    ),
     "glm4 with experts": (
         "Glm4MoeConfig",
         {**_GLM, **_BESIDE_SHARED, "attention_bias": True, "use_qk_norm": True},
@@ -395,6 +412,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "rms_norm_eps": 1e-2, "pad_token_id": None, "attn_layer_indices": [2],
          "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 12},
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**_FALCON_H1, "key_multiplier": 0.8, "attention_in_multiplier": 1.3,
+         "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6,
+         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 0.6],
+         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3},
+    ),
+    "falcon_h1, normed": (
+        "FalconH1Config",
+        {**_FALCON_H1, "rms_norm_eps": 1e-1, "mamba_rms_norm": True,
+         "mamba_norm_before_gate": False, "time_step_limit": (0.01, 0.9),
+         "tie_word_embeddings": True},
+    ),
     "granite": (
         "GraniteConfig",
         {**_GRANITE, "rope_parameters": {
@@ -404,6 +434,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite with experts, tied": (
         "GraniteMoeConfig",
         {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+    "granite with experts and a shared one": (
+        "GraniteMoeSharedConfig",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "shared_intermediate_size": 48},
     ),
     "granite 4": ("GraniteMoeHybridConfig", {**_GRANITE_4, "num_local_experts": 4}),
     "granite 4 without experts": (
@@ -445,6 +480,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "sliding_window": 7,
          "layer_types": ["full_attention", "sliding_attention"] * 2,
          "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        {**_SIZES, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,
+         "num_experts_per_tok": 3, "num_shared_experts": 2, "route_scale": 2.5, "sliding_window": 7,
+         "global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {**_HEADS_BY_LAYER, "rms_norm_eps": 1e-2, "num_experts": 8,
+         "shared_expert_intermediate_size": 48,
+         "num_attention_heads_per_layer": [4, 8, 4, 12], "moe_routed_scaling_factor": 2.5,
+         "rope_parameters": {
+             "full_attention": {
+                 "rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                 "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "laguna, gates of channels": (
+        "LagunaConfig",
+        {**_HEADS_BY_LAYER, "rms_norm_eps": 1e-2, "num_experts": 8,
+         "shared_expert_intermediate_size": 48,
+         "gating": "per-element"},
+    ),
+    "step3p5": (
+        "Step3p7TextConfig",
+        {**_HEADS_BY_LAYER, "n_routed_experts": 8, "share_expert_dim": 48,
+         "num_sliding_attention_heads": 8, "moe_router_scaling_factor": 2.5,
+         "query_pre_attn_scalar": 9, "swiglu_limits": [None, 0.0, 0.02, 0.01],
+         "swiglu_limits_shared": [0.02, 0.02, None, 0.03], "rope_theta": [5e4, 1e4] * 2,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                          "original_max_position_embeddings": 16}},
     ),
     "llama4": (
         "Llama4TextConfig",
@@ -489,6 +556,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "tie_word_embeddings": False}),
     "cohere2": ("Cohere2Config", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
                                   "pad_token_id": None, "logit_scale": 0.25, "sliding_window": 7}),
+    "cohere2 with experts": (
+        "Cohere2MoeConfig",
+        {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"}, "pad_token_id": None,
+         "bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.25, "sliding_window": 7,
+         "head_dim": 16, "num_experts": 8,
+         "num_experts_per_tok": 3, "num_shared_experts": 2, "first_k_dense_replace": 1,
+         "sliding_window_pattern": 2, "prefix_dense_intermediate_size": 112},
+    ),
+    "cohere2 with experts, sigmoid": (
+        "Cohere2MoeConfig",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.25,
+         "sliding_window": 7, "head_dim": 16,
+         "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1,
+         "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid",
+         "prefix_dense_sliding_window_pattern": 3, "tie_word_embeddings": False,
+         "mlp_layer_types": ["sparse", "dense", "dense", "sparse"]},
+    ),
     "ministral3": (
         "Ministral3Config",
         {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters":
@@ -519,6 +603,8 @@ def their_class(config: Any) -> Any:
     its table of automatic classes."""
     known = transformers.AutoModelForCausalLM._model_mapping
     name = type(config).__name__.replace("Config", "ForCausalLM")
+    if config.model_type == "step3p5":
+        return Step3p5ForCausalLM
     return known[type(config)] if type(config) in known else getattr(transformers, name)
 
 

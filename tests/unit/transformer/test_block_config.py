@@ -54,6 +54,10 @@ LINEAR = {
         ({**LINEAR, "tensor_model_parallel_size": 4, "linear_num_key_heads": 2},
          "use --tensor-model-parallel-size 2"),
         ({"experimental_attention_variant": "gdn2"}, "use gated_delta_net"),
+        ({"experimental_attention_variant": "attention_and_mamba2", "multi_latent_attention": True},
+         "drop --multi-latent-attention"),
+        ({**LINEAR, "mamba_factors": [1.0] * 5}, "give 7 numbers"),
+        ({"mlp_factors": [1.0, 2.0]}, "use --swiglu"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields, named):

@@ -72,6 +72,17 @@ def test_input_and_inner_sizes_can_differ_from_the_config():
     assert mlp.linear_fc1.weight.shape == (10, 6)
 
 
+def test_a_gate_may_be_clamped_after_its_nonlinearity():
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, gated_linear_unit=True,
+        activation_func=F.silu, activation_func_clamp_value=0.7, activation_func_clamp_after=True,
+    )  # fmt: skip
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(3)) * 3
+    gate, up = x.chunk(2, -1)
+    expected = torch.minimum(F.silu(gate), torch.tensor(0.7)) * up.clamp(-0.7, 0.7)
+    assert_close(mlp_module.gated(x, F.silu, config), expected, FP32_ROUNDED_ONCE, "gated MLP")
+
+
 def test_a_bounded_gate_with_an_offset_is_that_of_gpt_oss():
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, gated_linear_unit=True,

@@ -112,14 +112,13 @@ def kernel_choices(
         lines.append(KernelLine(f"sparse attention, {where}", "blocks of queries"))
     by_mixer: dict[str, list[int]] = {}
     for layer, kind in enumerate(config.layer_kinds(), 1):
-        if kind.is_recurrent:
-            by_mixer.setdefault(kind.mixer, []).append(layer)
+        if kind.recurrence:
+            by_mixer.setdefault(kind.recurrence, []).append(layer)
     for mixer, layers in by_mixer.items():
         lines.append(KernelLine(f"{_RECURRENCES[mixer]}, layers {_ranges(layers)}", "chunks"))
     if config.gated_linear_unit:
-        gate = Gate(
-            config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset
-        )
+        clamp, clamps_after = config.activation_func_clamp_value, config.activation_func_clamp_after
+        gate = Gate(config.activation_func, clamp, config.glu_linear_offset, clamps_after)
         fuses = config.bias_activation_fusion
         chosen_gate = GATED.choose(request(gate.needs()), () if fuses else ("plain",))
         lines.append(_line("gated activation", chosen_gate))

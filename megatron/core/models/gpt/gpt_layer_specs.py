@@ -12,6 +12,10 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
+from megatron.core.ssm.attention_and_mamba import (
+    AttentionAndMamba,
+    AttentionAndMambaSubmodules,
+)
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -82,6 +86,8 @@ def gpt_layer_submodules(
         backend = copy(backend)
         backend.norm_column_linear = None
     has_latents = multi_latent_attention and kind.attends
+    has_both = kind.attends and bool(kind.recurrence)
+    keeps_norm = has_latents or has_both  # several linear layers follow the norm
     fused = backend.norm_column_linear
     norm = backend.norm if fused is None else IdentityOp
     norm_keys = dict(FUSED_NORM_KEYS)
@@ -97,11 +103,11 @@ def gpt_layer_submodules(
             attention = _sparse_attention
         if kind.is_compressed:
             attention = partial(_compressed_attention, kind)
+        if has_both:
+            attention = partial(_attention_and_recurrence, kind.recurrence)
         mixer = attention(backend, qk_layernorm, attn_mask_type)
-    if has_latents:
-        del norm_keys[
-            "input_layernorm."
-        ]  # two linear layers follow, so the norm keeps its own name
+    if keeps_norm:
+        del norm_keys["input_layernorm."]
     if fused is not None:
         norm_keys = dict(LATENT_NORM_KEYS) if has_latents else {}
     mlp_parts = MLPSubmodules(
@@ -116,7 +122,7 @@ def gpt_layer_submodules(
         norm_keys.pop("pre_mlp_layernorm.", None)
     parts = TransformerLayerSubmodules(sharded_state_dict_keys_map=norm_keys)
     if kind.mixer:
-        parts.input_layernorm = backend.norm if has_latents or kind.mixer == LINEAR else norm
+        parts.input_layernorm = backend.norm if keeps_norm or kind.mixer == LINEAR else norm
         parts.self_attention, parts.self_attn_bda = mixer, get_bias_dropout_add
         parts.post_self_attn_layernorm = backend.norm
     if kind.mlp:
@@ -161,6 +167,17 @@ def _attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) ->
             k_layernorm=head_norm,
         ),
     )
+
+
+def _attention_and_recurrence(
+    mixer: str, backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType
+) -> ModuleSpec:
+    """Attention and a recurrent mixer that read one norm."""
+    backend = copy(backend)
+    backend.norm_column_linear = None
+    spec, beside = _attention(backend, qk_layernorm, mask_type), _recurrent_mixer(backend, mixer)
+    parts = AttentionAndMambaSubmodules(**vars(spec.submodules), mamba=beside)
+    return replace(spec, module=AttentionAndMamba, submodules=parts)
 
 
 def _recurrent_mixer(backend: Backend, mixer: str) -> ModuleSpec:

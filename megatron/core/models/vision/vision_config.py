@@ -283,6 +283,8 @@ _OF_LANGUAGE = frozenset({
     "qk_layernorm", "qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm",
     "softmax_scale_local", "query_scale_beta", "rotary_short_factors", "rotary_long_factors",
     "rotary_amplitude", "share_parallel_norm", "attention_output_gate", "no_rope_freq",
+    "attention_gate_by_head", "attention_gate_activation", "activation_func_clamp_after",
+    "mlp_factors",
     "rotary_base_local",
     "rotary_interleaved", "mrope_section", "mrope_interleaved", "sandwich_norm",
     "use_parallel_residual", "embedding_multiplier", "residual_multiplier", "logits_scaling",

@@ -57,6 +57,13 @@ class BlockConfig:
     projection of its own, to a gate for each head (Ling 3)."""
     mla_gate_by_channel: bool = flag(False, part_of="attention_output_gate")
     """Latent attention has a gate for each channel of a head (Hunyuan 4), not for each head."""
+    attention_gate_by_head: bool = flag(False, part_of="attention_output_gate")
+    """Attention without latents has one gate for each head (Laguna, Step 3.7), not for each
+    channel."""
+    attention_gate_activation: str = flag(
+        "sigmoid", choices=("sigmoid", "softplus"), part_of="attention_output_gate"
+    )
+    """Function that computes the gate from its projection (Laguna: softplus)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
@@ -114,11 +121,18 @@ class BlockConfig:
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] = no_flag(F.gelu)
     """Nonlinearity of the MLP."""
+    mlp_factors: list[float] | None = flag(None, nargs="+")
+    """Factors on the gate before the nonlinearity and on the input of the second matrix of a gated
+    MLP (Falcon-H1). None: 1."""
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = None
     """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
     other branch on both sides. None does not clamp."""
+    activation_func_clamp_after: bool = flag(
+        False, part_of=("activation_func_clamp_value", "moe_activation_func_clamp_value")
+    )
+    """Clamp the gate after the nonlinearity (Step 3.7)."""
 
     hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the embedding and of each residual branch."""
@@ -199,6 +213,15 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop --use-parallel-residual and --apply-residual-connection-post-layernorm",
+        )
+    if config.mlp_factors is not None and (
+        len(config.mlp_factors) != 2 or not config.gated_linear_unit
+    ):
+        yield ConfigError(
+            f"mlp_factors={config.mlp_factors} with gated_linear_unit={config.gated_linear_unit}.",
+            rule="a gated MLP has two factors",
+            flags=["--mlp-factors", "--swiglu"],
+            fix="give two numbers, and use --swiglu",
         )
     others = ("sandwich_norm", "use_parallel_residual", "apply_residual_connection_post_layernorm")
     if config.reordered_norm and (given := [name for name in others if getattr(config, name)]):

@@ -162,6 +162,8 @@ class ExpertConfig(ExpertExchangeConfig):
         None, part_of="num_experts", within=POSITIVE
     )
     """Width of the shared expert, which every token uses; None adds no shared expert."""
+    moe_average_shared_expert: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
+    """Halve the sum of the routed experts and the shared expert (Command A with experts)."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Multiply the shared expert's output by a sigmoid gate computed from the token."""
     moe_branch_norms: bool = flag(False, part_of="moe_shared_expert_intermediate_size")

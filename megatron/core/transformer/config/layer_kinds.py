@@ -13,8 +13,9 @@ from itertools import chain
 from megatron.core.foundation.errors import ConfigError
 
 ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION = "attention", "dsa", "dsv4_hybrid"
-_ATTENTIONS = (ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION)
 GATED_DELTA_NET, KIMI, MAMBA = "gated_delta_net", "kda", "mamba2"
+ATTENTION_AND_MAMBA = "attention_and_mamba2"
+_ATTENTIONS = (ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION, ATTENTION_AND_MAMBA)
 DENSE, EXPERTS = "dense", "experts"
 LINEAR = "linear"
 """A square matrix in place of a mixer or of an MLP."""
@@ -27,8 +28,8 @@ class LayerKind:
     """The parts of a layer."""
 
     mixer: str = ATTENTION
-    """attention, sparse or compressed attention, the name of a recurrent mixer, LINEAR or NOTHING.
-    """
+    """attention, sparse or compressed attention, attention beside Mamba-2, the name of a recurrent
+    mixer, LINEAR or NOTHING."""
     mlp: str = DENSE
     """dense, experts, LINEAR or NOTHING."""
     has_cross_attention: bool = False
@@ -66,6 +67,12 @@ class LayerKind:
     def is_recurrent(self) -> bool:
         """Whether its mixer is a recurrence, with a state of fixed size."""
         return self.mixer not in (*_ATTENTIONS, LINEAR, NOTHING)
+
+    @property
+    def recurrence(self) -> str:
+        """The recurrent mixer of the layer, alone or beside attention; "" without one."""
+        beside = MAMBA if self.mixer == ATTENTION_AND_MAMBA else ""
+        return self.mixer if self.is_recurrent else beside
 
     @property
     def has_experts(self) -> bool:

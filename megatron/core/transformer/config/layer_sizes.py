@@ -34,7 +34,7 @@ _OF_ATTENTION: Mapping[str, tuple[type | None, ...]] = {
 _OF_DENSE = {"ffn_hidden_size": _COUNT, "intermediate_size": _COUNT, "ffn_mult": _NUMBER}
 _OF_EXPERTS = {
     "num_moe_experts": _COUNT, "moe_ffn_hidden_size": _COUNT, "moe_router_topk": _COUNT,
-    "moe_shared_expert_intermediate_size": _COUNT,
+    "moe_shared_expert_intermediate_size": _COUNT, "moe_activation_func_clamp_value": _NUMBER,
 }  # fmt: skip
 _OF_MLP = {**_OF_DENSE, **_OF_EXPERTS, "activation_func_clamp_value": (*_NUMBER, None)}
 """Setting of a part of a block -> its types; null is the model's value unless None is a type.

@@ -13,6 +13,7 @@ from megatron.core.settings.flags import flag
 from megatron.core.transformer.config.field_values import POSITIVE
 from megatron.core.transformer.config.layer_kinds import (
     ATTENTION,
+    ATTENTION_AND_MAMBA,
     COMPRESSED_ATTENTION,
     DENSE,
     EXPERTS,
@@ -35,11 +36,12 @@ MIXER_OF_VARIANT = {
     "gdn": GATED_DELTA_NET,
     "kda": KIMI,
     "mamba2": MAMBA,
+    "attention_and_mamba2": ATTENTION_AND_MAMBA,
     "dsa": SPARSE_ATTENTION,
     "dsv4_hybrid": COMPRESSED_ATTENTION,
 }
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
-_NOT_HERE = "use gated_delta_net, kda, mamba2, dsa or dsv4_hybrid"
+_NOT_HERE = "use gated_delta_net, kda, mamba2, attention_and_mamba2, dsa or dsv4_hybrid"
 _VARIANT = "experimental_attention_variant"
 _MIXER = _VARIANT, "hybrid_layer_pattern"
 
@@ -50,13 +52,23 @@ class LinearAttentionConfig(LayerSizesConfig):
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=("gdn", "gdn2", "dsa", "dsv4_hybrid", "gated_delta_net", "kda", "mamba2"),
+        choices=(
+            "gdn",
+            "gdn2",
+            "dsa",
+            "dsv4_hybrid",
+            "gated_delta_net",
+            "kda",
+            "mamba2",
+            "attention_and_mamba2",
+        ),
         refuse_values={"gdn2": _NOT_HERE},
     )
     """Mixer of the layers of --linear-attention-freq: gated_delta_net, for short gdn (arXiv
-    2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), dsa,
-    attention with latents to the keys that an indexer chooses (arXiv 2512.02556), or dsv4_hybrid,
-    attention to a window and to compressed entries (DeepSeek-V4)."""
+    2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060),
+    attention_and_mamba2, the sum of attention and Mamba-2 (arXiv 2507.22448), dsa, attention with
+    latents to the keys that an indexer chooses (arXiv 2512.02556), or dsv4_hybrid, attention to a
+    window and to compressed entries (DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT, within=POSITIVE
     )
@@ -103,6 +115,15 @@ class LinearAttentionConfig(LayerSizesConfig):
         (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_MIXER
     )
     """Least and largest step size of Mamba-2."""
+    mamba_gated_norm: bool = flag(
+        True, "--no-mamba-gated-norm", part_of=_MIXER, help="Mamba-2 has no norm after its gate."
+    )
+    """Norm each group of Mamba-2 after its gate."""
+    mamba_factors: list[float] | None = flag(None, nargs="+", part_of=_MIXER)
+    """Factors on the input of Mamba-2, the parts of its projection (gates, inputs, B, C and step
+    sizes) and its output: 7 numbers. None: 1."""
+    attention_factors: list[float] | None = flag(None, nargs="+", part_of=_VARIANT)
+    """Factors on input, keys and output of the attention of attention_and_mamba2. None: 1."""
 
     @property
     def has_compressed_attention(self) -> bool:
@@ -121,6 +142,16 @@ class LinearAttentionConfig(LayerSizesConfig):
         return (
             None if self.hybrid_layer_pattern is None else hybrid_pattern(self.hybrid_layer_pattern)
         )
+
+    @property
+    def factors_of_attention(self) -> list[float]:
+        """The factors on input, keys and output of attention beside Mamba-2."""
+        return self.attention_factors or [1.0] * 3
+
+    @property
+    def factors_of_mamba(self) -> list[float]:
+        """The factors on input, the five parts of the projection, and output of Mamba-2."""
+        return self.mamba_factors or [1.0] * 7
 
     def kinds_of_layers(self, has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
         """Return the kind of each layer.
@@ -181,12 +212,30 @@ def linear_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if problems:
         yield from problems
         return
-    mixers = {kind.mixer for kind in config.kinds_of_layers([False] * num_layers)}
+    for name, count in (("attention_factors", 3), ("mamba_factors", 7)):
+        factors = getattr(config, name)
+        if factors is not None and len(factors) != count:
+            flag_name = "--" + name.replace("_", "-")
+            yield ConfigError(
+                f"{name} has {len(factors)} numbers.",
+                rule=f"there are {count} factors",
+                flags=[flag_name],
+                fix=f"give {count} numbers",
+            )
+    kinds = config.kinds_of_layers([False] * num_layers)
+    mixers = {kind.recurrence or kind.mixer for kind in kinds}
     if mixers & {GATED_DELTA_NET, KIMI}:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         yield from _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
                                     values, tp, "key heads, and the value heads that share"
                                     " them")  # fmt: skip
+    if config.multi_latent_attention and any(k.mixer == ATTENTION_AND_MAMBA for k in kinds):
+        yield ConfigError(
+            "experimental_attention_variant=attention_and_mamba2 with multi-latent attention.",
+            rule="the attention beside Mamba-2 has no latents",
+            flags=["--experimental-attention-variant", "--multi-latent-attention"],
+            fix="drop --multi-latent-attention",
+        )
     if MAMBA in mixers:
         groups, heads = config.mamba_num_groups, config.mamba_num_heads or 0
         yield from _split_problems("mamba_num_groups", groups, "mamba_num_heads", heads, tp,

@@ -188,9 +188,11 @@ class MoELayer(MegatronModule):
         output = self.output_norm(output)
         if shared_overlap is not None:
             assert shared_overlap.output is not None
-            return output + self.shared_output_norm(shared_overlap.output)
-        if self.shared_experts is not None:
+            output = output + self.shared_output_norm(shared_overlap.output)
+        elif self.shared_experts is not None:
             output = output + self._shared_output(hidden_states)
+        if self.config.moe_average_shared_expert:
+            output = output / 2
         return output
 
     def _shared_output(self, hidden_states: Tensor) -> Tensor:
