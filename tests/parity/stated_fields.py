@@ -35,6 +35,12 @@ _TEXT = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+_TEXT_3_5 = {
+    **_TEXT, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 2, 2],
+                        "partial_rotary_factor": 0.5},
+}  # fmt: skip
 _BERT = {name: value for name, value in _TEXT.items() if name != "num_key_value_heads"}
 _IMAGES = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48,
            "out_hidden_size": 64}  # fmt: skip
@@ -57,6 +63,15 @@ FURTHER_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": {**_TEXT, "head_dim": 32, "rope_parameters": {
             "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [8, 4, 4]}},
          "vision_config": {**_IMAGES, "deepstack_visual_indexes": [0]}},
+    ),
+    "qwen3.5 with images": (
+        "Qwen3_5Config", {"text_config": _TEXT_3_5, "vision_config": _IMAGES},
+    ),
+    "qwen3.5 with images and experts": (
+        "Qwen3_5MoeConfig",
+        {"text_config": {**_TEXT_3_5, "num_experts": 4, "moe_intermediate_size": 32,
+                         "shared_expert_intermediate_size": 32},
+         "vision_config": _IMAGES},
     ),
 }  # fmt: skip
 """Of models that are no `CASES`: name -> config class of Transformers and its arguments."""

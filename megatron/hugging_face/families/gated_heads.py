@@ -67,10 +67,13 @@ _LAGUNA_ROTARY = {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
 
 def _rules(settings: ModelDescription, gate: str) -> list[WeightRule]:
     """Return the rules of a model, given the name of the projection to gates."""
-    names = (f"{_HF}self_attn.{part}_proj.weight" for part in ("q", gate, "k", "v"))
+    names = [f"{_HF}self_attn.{part}_proj.weight" for part in ("q", gate, "k", "v")]
     projections = query_key_value(_MEGATRON + "self_attention.linear_qkv.weight", *names)
-    dense = with_others(LLAMA.rules(settings), projections)
-    return by_layer_size(with_expert_layers(dense, settings), settings)
+
+    def of_one_size(model: ModelDescription) -> list[WeightRule]:
+        return with_expert_layers(with_others(LLAMA.rules(model), projections), model)
+
+    return by_layer_size(of_one_size, settings)
 
 
 def _afmoe_settings(config: ConfigFields) -> ModelDescription:

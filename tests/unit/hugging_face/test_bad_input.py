@@ -47,7 +47,7 @@ def change_config(model, **fields):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"a_field_of_tomorrow": 3}, "(?s)a_field_of_tomorrow.*delete its line"),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5,
                            "original_max_position_embeddings": 16}}, "attention_factor"),
