@@ -87,5 +87,5 @@ FALCON_H1 = replace(
     rules=_rules,
     only={**GATED, "attention_bias": False, "projectors_bias": False},
     absent={"num_key_value_heads": 8, "mamba_d_ssm": 1024, "mamba_n_groups": 1,
-            "mamba_d_state": 256, "mamba_d_conv": 4},
+            "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_norm_before_gate": True},
 )  # fmt: skip
