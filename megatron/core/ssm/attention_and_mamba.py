@@ -8,7 +8,7 @@ Legend: s sequence, b micro batch, h hidden, n heads, g key/value groups, d head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,12 @@ class AttentionAndMambaSubmodules(SelfAttentionSubmodules):
     """Parts of attention, and the mixer beside it."""
 
     mamba: ModuleSpec | type | Any = None
+
+
+def beside_mamba(attention: ModuleSpec, mamba: ModuleSpec) -> ModuleSpec:
+    """Return the spec of self-attention and Mamba-2 side by side."""
+    parts = AttentionAndMambaSubmodules(**vars(attention.submodules), mamba=mamba)
+    return replace(attention, module=AttentionAndMamba, submodules=parts)
 
 
 class AttentionAndMamba(SelfAttention):

@@ -151,6 +151,7 @@ COHERE2_MOE = replace(
     settings=_moe_settings,
     fields=_moe_fields,
     rules=_moe_rules,
+    only={**LLAMA.only, "partial_rotary_factor": 1.0},
     unused=OF_BALANCE,
     absent={"head_dim": 128, "sliding_window": 4096, "tie_word_embeddings": True},
 )

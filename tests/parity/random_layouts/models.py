@@ -71,6 +71,7 @@ LAYERS = (
     Option("", {None: 3, "swiglu": 4, "geglu": 1, "quick-geglu": 1, "squared-relu": 1,
                 "openai-gelu": 1}),
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
+    Option("mlp-factors", {None: 10, (0.9, 0.6): 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
     switch("activation-func-clamp-after", 0.4, given("activation-func-clamp-value")),
     Option("", {None: 7, "apply-residual-connection-post-layernorm": 1,
@@ -284,6 +285,9 @@ MIXERS = (
     Option("mamba-head-dim", {5: 1, 8: 1}, _is_mamba),
     Option("mamba-state-dim", {6: 1, 4: 1}, _is_mamba),
     switch("no-mamba-gated-norm", 0.3, _is_mamba),
+    Option("mamba-factors", {None: 2, (0.9, 1.1, 0.8, 1.2, 0.7, 1.3, 0.6): 1}, _is_mamba),
+    Option("attention-factors", {None: 1, (1.2, 0.8, 0.7): 1},
+           lambda s: s.get(_VARIANT) == _BESIDE),
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
 )  # fmt: skip
 

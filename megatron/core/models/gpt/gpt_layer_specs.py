@@ -12,10 +12,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
-from megatron.core.ssm.attention_and_mamba import (
-    AttentionAndMamba,
-    AttentionAndMambaSubmodules,
-)
+from megatron.core.ssm.attention_and_mamba import beside_mamba
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -82,11 +79,11 @@ def gpt_layer_submodules(
         attn_mask_type: mask of self-attention; encoders have `padding`.
         fuses_norms: norms may be fused with the linear layers that follow them.
     """
-    if not fuses_norms:
+    has_both = kind.attends and bool(kind.recurrence)
+    if has_both or not fuses_norms:
         backend = copy(backend)
         backend.norm_column_linear = None
     has_latents = multi_latent_attention and kind.attends
-    has_both = kind.attends and bool(kind.recurrence)
     keeps_norm = has_latents or has_both  # several linear layers follow the norm
     fused = backend.norm_column_linear
     norm = backend.norm if fused is None else IdentityOp
@@ -103,9 +100,9 @@ def gpt_layer_submodules(
             attention = _sparse_attention
         if kind.is_compressed:
             attention = partial(_compressed_attention, kind)
-        if has_both:
-            attention = partial(_attention_and_recurrence, kind.recurrence)
         mixer = attention(backend, qk_layernorm, attn_mask_type)
+        if has_both:
+            mixer = beside_mamba(mixer, _recurrent_mixer(backend, kind.recurrence))
     if keeps_norm:
         del norm_keys["input_layernorm."]
     if fused is not None:
@@ -167,17 +164,6 @@ def _attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) ->
             k_layernorm=head_norm,
         ),
     )
-
-
-def _attention_and_recurrence(
-    mixer: str, backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType
-) -> ModuleSpec:
-    """Attention and a recurrent mixer that read one norm."""
-    backend = copy(backend)
-    backend.norm_column_linear = None
-    spec, beside = _attention(backend, qk_layernorm, mask_type), _recurrent_mixer(backend, mixer)
-    parts = AttentionAndMambaSubmodules(**vars(spec.submodules), mamba=beside)
-    return replace(spec, module=AttentionAndMamba, submodules=parts)
 
 
 def _recurrent_mixer(backend: Backend, mixer: str) -> ModuleSpec:
