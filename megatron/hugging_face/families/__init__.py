@@ -58,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
     hunyuan4.HY_V4,
     kimi_linear.KIMI_LINEAR,
     kimi_linear.BAILING_HYBRID,
+    kimi_linear.GLM5_NEXT,
     gpt_oss.GPT_OSS,
     experts.QWEN2_MOE,
     gpt2.GPT_BIGCODE,
@@ -91,16 +92,23 @@ FAMILIES: tuple[Family, ...] = (
 """An export tries them in this order."""
 
 
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Type of published files without a class in Transformers -> type with the same model."""
+_SAME_AS = {
+    "kimi_k2": "deepseek_v3", "glm5_next_text": "glm5_next", "minimax_m3_vl_text": "minimax_m3_vl",
+}  # fmt: skip
+"""Type of published files without a class of a causal model in Transformers -> type with the same
+model."""
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text"},
     "mistral3": {"model_type": "mistral"},
     "kimi_k25": {"model_type": "deepseek_v3"},
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "glm5_next": {"model_type": "glm5_next"},
+    "minimax_m3_vl": {"model_type": "minimax_m3_vl"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
+_UNTIED = ("glm5_next", "minimax_m3_vl")
+"""Types whose head is not tied unless the config states it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
 """Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
@@ -108,6 +116,8 @@ _OF_IMAGES = {
     "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
     "multimodal_projector_bias", "spatial_merge_size", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
+    "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
+    "video_token_index", "merged_hidden_size", "projector_hidden_size",
 }  # fmt: skip
 """Fields of such a config that do not affect the language model."""
 _LANGUAGE_NAMES = {
@@ -135,12 +145,13 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
         text |= _IGNORED.get(outer, {})
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
-        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        is_tied = fields.get("tie_word_embeddings", outer not in _UNTIED)
+        tied = {"tie_word_embeddings": is_tied}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
     kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
-        if family.model_type == kind and outer not in _WITH_IMAGES:
+        if family.model_type == kind and (outer not in _WITH_IMAGES or kind == outer):
             return family, fields
         if family.model_type == kind:
             names, images = family.other_names, family.left_out
