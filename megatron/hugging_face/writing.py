@@ -402,6 +402,7 @@ def _write_config(
     ids: dict[str, int | list[int] | None] = {}
     if companion is not None:
         carried = json.loads((companion / CONFIG_NAME).read_bytes())
+        carried = {**(carried.get("text_config") or {}), **carried}
     if tokenizer is not None:
         note = write_tokenizer(tokenizer, draft)
         ids = special_ids(tokenizer, settings.unpadded_vocab_size, settings.architecture)
@@ -417,6 +418,11 @@ def _write_config(
     fields |= family.exported(settings) | ids
     fields |= {"model_type": family.model_type, **of_weights}
     fields.pop("dtype", None)
+    if family.around:
+        text = {n: v for n, v in fields.items() if n not in ("architectures", *of_weights)}
+        whole = ("architectures", "model_type", "tie_word_embeddings", *of_weights)
+        fields = {**{n: fields[n] for n in whole if n in fields}, **family.around,
+                  "text_config": text | {"model_type": f"{family.model_type}_text"}}  # fmt: skip
     write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())
     return note
 

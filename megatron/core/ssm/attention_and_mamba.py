@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.transformer.attention import Rotary, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.rotary import Rotary
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 

@@ -31,14 +31,17 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.dot_product_attention import GATES, gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import cos_sin, factor_by_position, positions_of, rotate
+from megatron.core.transformer.rotary import (
+    Rotary,
+    angles_of,
+    factor_by_position,
+    positions_of,
+    rotate,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import L2Norm, RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
-
-Rotary = tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None]
-"""Angles, cosine and sine of rotary positions."""
 
 
 @dataclass
@@ -386,7 +389,7 @@ class SelfAttention(Attention):
         rotary_pos_emb: Rotary,
     ) -> tuple[Tensor, ...]:
         """Project [s, b, h] and rotate; without gradients the r+1 heads of a group in one call."""
-        angles, cos, sin = rotary_pos_emb
+        _, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
         in_parts = in_parts or len(self.rows_of_group) != 3 or bool(self.config.v_channels)
@@ -399,12 +402,9 @@ class SelfAttention(Attention):
             query, key, *others = self.get_query_key_value_tensors(
                 hidden_states, key_value_states, *cached
             )
-            if angles is not None and self.uses_rotary:
-                if cos is None or sin is None:
-                    angles = angles[0] if isinstance(angles, tuple) else angles
-                    cos, sin = cos_sin(angles, query.dtype, self.config.rotary_amplitude)
-                query = rotate(query, cos, sin, **how)
-                key = key if key is None else rotate(key, cos, sin, **how)
+            turn = angles_of(rotary_pos_emb, query.dtype, self.config)
+            if turn is not None and self.uses_rotary:
+                query, key = (x if x is None else rotate(x, *turn, **how) for x in (query, key))
             if self.config.qk_layernorm_after_rope:
                 query, key = self._normed(query, key)
             return query, key, *others

@@ -26,11 +26,13 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.block_mask import key_range
 from megatron.core.kernels.sparse_attention import (
+    Choice,
     attend_rows,
     choose_keys,
     hidden_keys,
     index_scores,
 )
+from megatron.core.kernels.windows import Windows, softmax_sum
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -60,65 +62,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of m tokens that follow each other from the first token of each document.
-
-    Attributes:
-        begins: int64 [1 or b, w], positions of their first tokens, ascending. After the windows of
-            a sample, the number of tokens of the sample.
-        follows: bool [1 or b, w], whether another window of the document precedes.
-        ids: [b, s], the documents; None is one document.
-    """
-
-    size: int
-    begins: Tensor
-    follows: Tensor
-    ids: Tensor | None
-
-    @staticmethod
-    def of(total: int, size: int, ids: Tensor | None, device: torch.device) -> Windows:
-        """Return the windows of samples of `total` tokens; w is at most total / size."""
-        count = total // size
-        if ids is None:
-            begins = torch.arange(count, device=device).unsqueeze(0) * size
-            return Windows(size, begins, begins > 0, None)
-        ids = ids.contiguous()
-        places = torch.arange(total, device=device)
-        in_document = places - torch.searchsorted(ids, ids)
-        is_whole = ids == ids[:, (places + size - 1).clamp(max=total - 1)]
-        is_first = (in_document % size == 0) & is_whole & (places + size <= total)
-        order = torch.sort((~is_first).byte(), stable=True).indices[:, :count]
-        is_window = is_first.gather(1, order)
-        follows = is_window & (in_document.gather(1, order) > 0)
-        return Windows(size, torch.where(is_window, order, total), follows, ids)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """Return the tokens [w, m, b, c] of the windows of x [s, b, c]."""
-        count = self.begins.shape[1]
-        if self.ids is None:
-            return x[: count * self.size].unflatten(0, (count, self.size))
-        steps = torch.arange(self.size, device=x.device)
-        places = (self.begins.unsqueeze(-1) + steps).clamp(max=len(x) - 1)
-        samples = torch.arange(x.shape[1], device=x.device)
-        return x[places.permute(1, 2, 0), samples]
-
-    def hidden(self, begin: int, end: int, count: int) -> Tensor:
-        """Return bool [1 or b, q, count], True where one of the first windows is of another
-        document than a query, or has a token after it.
-
-        Args:
-            begin, end: positions of the queries.
-        """
-        begins = self.begins[:, None, :count]
-        query = torch.arange(begin, end, device=begins.device).view(1, -1, 1)
-        hidden = begins + self.size > query + 1
-        if self.ids is not None:
-            own = self.ids.gather(1, self.begins[:, :count].clamp(max=self.ids.shape[1] - 1))
-            hidden = hidden | (own[:, None] != self.ids[:, begin:end, None])
-        return hidden
 
 
 class Compressor(ReplicatedLinear):
@@ -154,9 +97,7 @@ class Compressor(ReplicatedLinear):
             earlier, others = (F.pad(x, (0, 0) * 3 + (1, 0))[:-1] for x in (earlier, others))
             others = others.masked_fill(~windows.follows.t()[:, None, :, None], float("-inf"))
             latents, logits = torch.cat((earlier, latents), 1), torch.cat((others, logits), 1)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        weights = torch.softmax(logits, 1, dtype=dtype).to(latents.dtype)
-        entries: Tensor = self.norm((latents * weights).sum(1))
+        entries: Tensor = self.norm(softmax_sum(latents, logits))
         return entries
 
 
@@ -240,7 +181,7 @@ class CompressedAttention(SparseAttention):
         if self.indexer is not None and index_projected is not None:
             whole = whole_sequence(index_projected, cp)
             index_entries = self._entries(self.indexer.linear_wk, whole, windows)
-        spec = self._spec(options, count + total)
+        spec = self._spec(options, count + total, Choice(self.topk))
 
         def attend(
             begin: int, end: int, first: int, query: Tensor, index_query: Tensor | None,

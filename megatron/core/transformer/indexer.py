@@ -1,6 +1,9 @@
 """The indexer of sparse attention: it scores keys by cheap queries, one key head and weights.
 
-(The "lightning indexer" of DeepSeek-V3.2; the paper is named in `kernels.sparse_attention`.)
+(The "lightning indexer" of DeepSeek-V3.2; the paper is named in `kernels.sparse_attention`.) The
+keys of a window may be joined to one, with a softmax weight for each channel (GLM-5.3). Without
+latent attention the queries are computed from the hidden states, and each head of the indexer
+chooses for its group of heads of attention, without weights (MiniMax M3).
 
 It is replicated over tensor-parallel ranks. Under sequence parallelism a rank projects its own
 tokens, and the results are gathered; without it all ranks compute the same. No gradient flows
@@ -20,14 +23,29 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.foundation import device
+from megatron.core.kernels.windows import Windows, softmax_sum
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.rotary import rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import torch_collectives
+
+
+class PoolGate(ReplicatedLinear):
+    """Project tokens to logits of their keys in a window; each place in a window has a bias."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.position_bias = self.new_parameter(
+            config.dsa_indexer_block_size, output_size, init_method=None, split_dim=None
+        )
 
 
 @dataclass
@@ -38,6 +56,7 @@ class IndexerSubmodules:
     linear_wk: ModuleSpec | type | Any = None
     k_norm: ModuleSpec | type | Any = None
     linear_weights_proj: ModuleSpec | type | Any = None
+    q_norm: ModuleSpec | type | Any = None
 
 
 class Indexer(MegatronModule):
@@ -56,7 +75,7 @@ class Indexer(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.pg_collection = pg_collection
-        assert config.dsa_indexer_n_heads and config.dsa_indexer_head_dim and config.q_lora_rank
+        assert config.dsa_indexer_n_heads and config.dsa_indexer_head_dim
         self.num_heads, self.head_dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
 
         def linear(spec: object, rows: int, columns: int) -> Any:
@@ -70,21 +89,31 @@ class Indexer(MegatronModule):
             )
 
         width = self.num_heads * self.head_dim
-        self.linear_wq_b = linear(submodules.linear_wq_b, config.q_lora_rank, width)
+        has_latents = config.multi_latent_attention
+        latent = config.q_lora_rank if has_latents and config.q_lora_rank else config.hidden_size
+        self.linear_wq_b = linear(submodules.linear_wq_b, latent, width)
         self.linear_wk = linear(submodules.linear_wk, config.hidden_size, self.head_dim)
         epsilon = config.dsa_indexer_k_norm_epsilon
-        self.k_norm = build_module(
-            submodules.k_norm,
-            self.head_dim,
-            config.layernorm_epsilon if epsilon is None else epsilon,
-            sequence_parallel=config.sequence_parallel,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            dtype=config.params_dtype,
-            device=device_of_parameters(config),
+        self.q_norm, self.k_norm = (
+            build_module(
+                norm or IdentityOp,
+                self.head_dim,
+                config.layernorm_epsilon if epsilon is None else epsilon,
+                sequence_parallel=config.sequence_parallel,
+                zero_centered_gamma=config.layernorm_zero_centered_gamma,
+                dtype=config.params_dtype,
+                device=device_of_parameters(config),
+            )
+            for norm in (submodules.q_norm, submodules.k_norm)
         )
-        self.linear_weights_proj = linear(
-            submodules.linear_weights_proj, config.hidden_size, self.num_heads
-        )
+        self.linear_weights_proj = None
+        if has_latents:
+            self.linear_weights_proj = linear(
+                submodules.linear_weights_proj, config.hidden_size, self.num_heads
+            )
+        self.pool_gate: PoolGate | None = None
+        if has_latents and config.dsa_indexer_block_size > 1:
+            self.pool_gate = linear(PoolGate, config.hidden_size, self.head_dim)
         if not config.trains_indexer:
             self.requires_grad_(False)
 
@@ -93,7 +122,7 @@ class Indexer(MegatronModule):
         hidden_states: Tensor,
         query_latent: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Project, and rotate the first channels of queries and key.
 
         Args:
@@ -101,7 +130,9 @@ class Indexer(MegatronModule):
                 parallelism).
             cos_sin: [s, 1 or b, 1, r] each; None in a layer that does not rotate.
         Returns:
-            queries [s, b, j, i], weights [s, b, j] with all factors of the scores, key [s, b, i].
+            queries [s, b, j, i], weights [s, b, j] with all factors of the scores, key [s, b, i];
+            for keys of windows key and logits [s, b, 2i]. Without latent attention the queries of
+            this rank's groups, without weights.
         Communication:
             under sequence parallelism three all-gathers over `tp`; backward keeps the gradient of
             the rank's own tokens, because the computation after the gather is replicated.
@@ -113,22 +144,41 @@ class Indexer(MegatronModule):
         if config.dsa_indexer_k_norm_fp32:
             key = key.to(torch.promote_types(key.dtype, torch.float32))
         key = self.k_norm(key)
-        weights, _ = self.linear_weights_proj(hidden_states)
+        others = [
+            layer(hidden_states)[0]
+            for layer in (self.linear_weights_proj, self.pool_gate)
+            if layer is not None
+        ]
         if config.sequence_parallel:
-            query, key, weights = (
+            query, key, *others = (
                 gather_from_sequence_parallel_region(x, False, group=self.pg_collection.tp)
-                for x in (query, key, weights)
+                for x in (query, key, *others)
             )
         how = {
             "interleaved": config.dsa_indexer_rope_interleaved,
             "fuses": config.apply_rope_fusion,
         }
-        query = query.unflatten(-1, (self.num_heads, self.head_dim))
+        query = self.q_norm(query.unflatten(-1, (self.num_heads, self.head_dim)))
         if cos_sin is not None:
             cos, sin = cos_sin
             query = rotate(query, cos, sin, **how)
             key = rotate(key.unsqueeze(2), cos, sin, **how).squeeze(2)
-        return query, weights * (self.num_heads * self.head_dim) ** -0.5, key
+        if self.linear_weights_proj is None:
+            rank, size = self.pg_collection.tp.rank(), self.pg_collection.tp.size()
+            own = rank * self.num_heads // size
+            return query[:, :, own : own + max(1, self.num_heads // size)], None, key
+        weights, *logits = others
+        weights = weights * (self.num_heads * self.head_dim) ** -0.5
+        return query, weights, torch.cat((key, *logits), -1)
+
+    def pooled(self, keys: Tensor, windows: Windows | None) -> Tensor:
+        """Return the keys [w, b, i] of windows of a whole sequence, from keys and logits [s, b, 2i]
+        of its tokens; without `pool_gate` the keys."""
+        if self.pool_gate is None:
+            return keys
+        assert windows is not None
+        keys, logits = windows.tokens(keys).chunk(2, -1)
+        return softmax_sum(keys, logits + self.pool_gate.position_bias.unsqueeze(1))
 
 
 class IndexerLoss:

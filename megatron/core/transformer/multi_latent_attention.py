@@ -212,7 +212,8 @@ class MLASelfAttention(Attention):
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if not self.uses_rotary:
-            shared_key = shared_key.view(s, b, -1, p).expand(s, b, heads, p)
+            shared_key = shared_key.reshape(s, b, heads if shared_key.dim() > 3 else 1, p)
+            shared_key = shared_key.expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
             positions = positions_of(s, query.device, self.pg_collection.microbatch_cp)

@@ -15,6 +15,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+Rotary = tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None]
+"""Angles [s, 1 or b, 1, r], cosine and sine of rotary positions."""
+
+
+def angles_of(
+    rotary: Rotary, dtype: torch.dtype, config: TransformerConfig
+) -> tuple[Tensor, Tensor] | None:
+    """Return cosine and sine [s, 1 or b, 1, r]; None without rotary positions."""
+    angles, cos, sin = rotary
+    if angles is None:
+        return None
+    if cos is None or sin is None:
+        angles = angles[0] if isinstance(angles, tuple) else angles
+        return cos_sin(angles, dtype, config.rotary_amplitude)
+    return cos, sin
+
 
 def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`.

@@ -1,4 +1,4 @@
-"""Latent attention to the keys that an indexer chooses.
+"""Attention to the keys, or windows of keys, that an indexer chooses.
 
 Blocks of queries are computed one after the other, and again in backward, so that memory holds the
 [queries, keys] scores of one block only.
@@ -22,14 +22,16 @@ from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import key_range
 from megatron.core.kernels.sparse_attention import (
+    Choice,
     Compared,
     SparseSpec,
     attend_rows,
-    choose_keys,
+    choose,
     chosen_positions,
     hidden_keys,
     index_scores,
 )
+from megatron.core.kernels.windows import Windows
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
 from megatron.core.step_context.context import attach_aux_loss
@@ -37,6 +39,7 @@ from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.indexer import (
@@ -46,7 +49,7 @@ from megatron.core.transformer.indexer import (
     IndexerSubmodules,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.rotary import positions_of
+from megatron.core.transformer.rotary import Rotary, angles_of, positions_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -73,7 +76,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         **options: Any,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
-        self.topk = config.dsa_indexer_topk or 0
+        self.topk, self.block_size = config.dsa_indexer_topk or 0, config.dsa_indexer_block_size
         kind = config.layer_kind(self.layer_number)
         self.owner = self.layer_number
         """Number of the layer whose indexer chooses the keys."""
@@ -107,7 +110,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             index_query, index_weights, index_key: outputs of the indexer for the same tokens; None
                 in a layer without one.
             chosen_keys: layer number -> positions of the keys that the layer has chosen in this
-                pass, int32 [b, s/cp, topk], -1 for none. A layer with an indexer adds its own.
+                pass, int32 [b, s/cp, most], -1 for none. A layer with an indexer adds its own.
             others: as in `DotProductAttention`.
         Returns:
             [s/cp, b, n*e].
@@ -126,9 +129,14 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         options = self._options(query, mask_type, packed_seq_params, attention_mask, None)
         if options.max_logits is not None:
             query, key = without_padding(query, key, packed_seq_params)
-        spec = self._spec(options, total)
-        keys = [None if x is None else whole_sequence(x, cp) for x in (key, value, index_key)]
-        shared = None
+        choice = self._choice(total, options.mask.document_ids, query.device)
+        spec = self._spec(options, total, choice)
+        keys: list[Any] = [
+            None if x is None else whole_sequence(x, cp) for x in (key, value, index_key)
+        ]
+        shared, pool = None, 1
+        if self.indexer is not None and self.indexer.pool_gate is not None:
+            keys[2], pool = self.indexer.pooled(keys[2], choice.windows), self.block_size
         if self.indexer is None:
             assert chosen_keys is not None, "a layer that shares keys runs within a block"
             shared = chosen_keys[self.owner]
@@ -144,7 +152,10 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
             of_queries = (query, index_query, index_weights)
             block: list[Any] = [None if x is None else x[local] for x in of_queries]
-            seen: list[Any] = [None if x is None else x[:last] for x in keys]
+            seen: list[Any] = [
+                None if x is None else x[: last // size]
+                for x, size in zip(keys, (1, 1, pool), strict=True)
+            ]
             chosen = None if shared is None else shared[:, local]
             if self.indexer is not None and chosen_keys is not None:
                 chosen = chosen_positions(spec, hidden, block[1], block[2], seen[2])
@@ -158,12 +169,20 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             chosen_keys[self.owner] = torch.cat(positions, 1)
         return self._with_loss(torch.cat(outs), losses, counted)
 
-    def _spec(self, options: AttentionOptions, num_keys: int) -> SparseSpec:
+    def _choice(self, num_keys: int, ids: Tensor | None, device: torch.device) -> Choice:
+        """Return the rule by which queries choose from the keys of documents [b, num_keys]."""
+        if self.block_size == 1:
+            return Choice(self.topk)
+        by_key = not self.config.multi_latent_attention
+        windows = Windows.of(num_keys, self.block_size, ids, device, has_parts=by_key)
+        return Choice(self.topk, windows, self.config.dsa_indexer_local_blocks)
+
+    def _spec(self, options: AttentionOptions, num_keys: int, choice: Choice) -> SparseSpec:
         """Return the options of all blocks; dropout is drawn for `num_keys` keys."""
         keep = 1.0 - options.dropout
         return SparseSpec(
             options=options,
-            topk=self.topk,
+            choice=choice,
             uses_relu=self.config.dsa_indexer_scoring_relu,
             compared=self._compared(),
             keep_mask=AttentionKeepMask.next(keep, num_keys) if options.dropout else None,
@@ -208,21 +227,20 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             others: as in `DotProductAttention`.
         """
         s, b, num_keys = query.shape[0], query.shape[1], cached[0].shape[2]
-        if self.topk < num_keys and self.indexer is None:
+        indexer = self.indexer
+        if self.topk < num_keys and indexer is None:
             assert chosen_keys is not None
             hidden = chosen_keys[self.owner]
-        elif self.topk < num_keys:
-            index_keys = cached[2]
-            scores = index_scores(
-                extra[0],
-                extra[1],
-                index_keys.squeeze(1).transpose(0, 1),
-                self.config.dsa_indexer_scoring_relu,
-            )
+        elif self.topk < num_keys and indexer is not None:
+            index_keys = cached[2].squeeze(1).transpose(0, 1)
+            choice = self._choice(num_keys, None, query.device)
+            index_keys = indexer.pooled(index_keys, choice.windows)
+            relu = self.config.dsa_indexer_scoring_relu
+            scores = index_scores(extra[0], extra[1], index_keys, relu)
             if hidden is None:
-                hidden = torch.zeros_like(scores, dtype=torch.bool)
-            chosen = choose_keys(scores, hidden.reshape(b, s, num_keys), self.topk)
-            hidden = ~chosen.view(b, 1, s, 1, num_keys)
+                hidden = torch.zeros(b, s, num_keys, dtype=torch.bool, device=query.device)
+            chosen = choose(scores, hidden.reshape(b, s, num_keys), choice)
+            hidden = ~chosen.view(b, -1, s, 1, num_keys)
             if chosen_keys is not None:
                 chosen_keys[self.owner] = hidden
         return super().attend_to_cache(query, cached, extra, hidden=hidden)
@@ -271,7 +289,32 @@ def whole_sequence(x: Tensor, cp: Group) -> Tensor:
     return join_zigzag(gathered.unflatten(0, (cp.size(), -1)), dim=1)
 
 
-class SparseLatentAttention(MLASelfAttention):
+class _KeepsIndexKeys:
+    def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
+        """Return the indexer's key as one head, [s, b, 1, i]."""
+        return [extra[2].unsqueeze(2)] if extra else []
+
+
+class SparseSelfAttention(_KeepsIndexKeys, SelfAttention):
+    """Attention of groups of queries, each to the windows that a head of the indexer chooses."""
+
+    core_attention: SparseAttention
+
+    def get_rotated_qkv(
+        self, hidden_states: Tensor, key_value_states: Tensor | None, positions: Tensor | None,
+        rotary_pos_emb: Rotary,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return query, key, value, the outputs of the indexer, and the gate if there is one."""
+        query, key, value, *gate = super().get_rotated_qkv(
+            hidden_states, key_value_states, positions, rotary_pos_emb
+        )
+        angles = angles_of(rotary_pos_emb, query.dtype, self.config) if self.uses_rotary else None
+        indexer = self.core_attention.indexer
+        assert indexer is not None
+        return query, key, value, *indexer(hidden_states, hidden_states, angles), *gate
+
+
+class SparseLatentAttention(_KeepsIndexKeys, MLASelfAttention):
     """Latent attention whose core also takes the outputs of an indexer."""
 
     core_attention: SparseAttention
@@ -297,7 +340,3 @@ class SparseLatentAttention(MLASelfAttention):
             cos_sin = self.rotary(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
         indexed: tuple[Tensor, ...] = self.core_attention.indexer(hidden_states, latent, cos_sin)
         return indexed
-
-    def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
-        """Return the indexer's key as one head, [s, b, 1, i]."""
-        return [extra[2].unsqueeze(2)] if extra else []

@@ -62,6 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     hunyuan4.HY_V4,
     kimi_linear.KIMI_LINEAR,
     kimi_linear.BAILING_HYBRID,
+    kimi_linear.GLM5_NEXT,
     gpt_oss.GPT_OSS,
     experts.QWEN2_MOE,
     gpt2.GPT_BIGCODE,
@@ -99,8 +100,11 @@ FAMILIES: tuple[Family, ...] = (
 """An export tries them in this order."""
 
 
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Type of published files without a class in Transformers -> type with the same model."""
+_SAME_AS = {
+    "kimi_k2": "deepseek_v3", "glm5_next_text": "glm5_next", "minimax_m3_vl_text": "minimax_m3_vl",
+}  # fmt: skip
+"""Type of published files without a class of a causal model in Transformers -> type with the same
+model."""
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text"},
     "gemma4": {"model_type": "gemma4_text"},
@@ -109,8 +113,12 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text"},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
     "step3p7": {"model_type": "step3p5"},
+    "glm5_next": {"model_type": "glm5_next"},
+    "minimax_m3_vl": {"model_type": "minimax_m3_vl"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
+_UNTIED = ("glm5_next", "minimax_m3_vl")
+"""Types whose head is not tied unless the config states it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
 """Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
@@ -120,6 +128,8 @@ _OF_IMAGES = {
     "vision_end_token_id", "audio_config", "boi_token_id", "eoi_token_id", "boa_token_id",
     "eoa_token_id", "eoa_token_index", "audio_token_id",
     "projection_hidden_size", "projection_layer_norm_eps",
+    "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
+    "video_token_index", "merged_hidden_size", "projector_hidden_size",
 }  # fmt: skip
 """Fields of such a config that do not affect the language model."""
 _LANGUAGE_NAMES = {
@@ -154,12 +164,13 @@ def family_of_config(
         text |= _IGNORED.get(outer, {})
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
-        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        is_tied = fields.get("tie_word_embeddings", outer not in _UNTIED)
+        tied = {"tie_word_embeddings": is_tied}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
     kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
-        if family.model_type == kind and outer not in _WITH_IMAGES:
+        if family.model_type == kind and (outer not in _WITH_IMAGES or kind == outer):
             return family, fields
         if family.model_type == kind:
             names, images = family.other_names, family.left_out

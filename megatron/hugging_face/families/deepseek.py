@@ -255,6 +255,11 @@ def _glm_dsa_settings(config: ConfigFields) -> ModelDescription:
 
 def v32_rules(settings: ModelDescription) -> list[WeightRule]:
     """Return the rules of a model whose attention has an indexer in some layers."""
+    return [*_rules(settings), *indexer_rules(settings)]
+
+
+def indexer_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of indexers."""
     megatron_prefix = _MEGATRON + "self_attention.core_attention.indexer."
     hf_prefix = _HF + "self_attn.indexer."
     pairs = {
@@ -264,9 +269,15 @@ def v32_rules(settings: ModelDescription) -> list[WeightRule]:
         "k_norm.bias": "k_norm.bias",
         "linear_weights_proj.weight": "weights_proj.weight",
     }
-    owners = tuple(n for n in range(settings.num_layers) if not settings.shares_keys(n + 1))
+    if settings.dsa_indexer_block_size > 1:
+        pairs |= {
+            "pool_gate.weight": "index_kpool_compress_gate",
+            "pool_gate.position_bias": "index_kpool_compress_ape",
+        }
+    sparse = settings.layers_where(lambda kind: kind.is_sparse)
+    owners = tuple(n for n in sparse if not settings.shares_keys(n + 1))
     indexers = (identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items())
-    return [*_rules(settings), *(replace(rule, layers=owners) for rule in indexers)]
+    return [replace(rule, layers=owners) for rule in indexers]
 
 
 def latent_rules(settings: ModelDescription) -> list[WeightRule]:

@@ -53,6 +53,9 @@ class Family:
     """Tensor that files may contain -> the tensor whose values it repeats."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Pattern of a name in other files -> its replacement."""
+    around: Mapping[str, Any] = field(default_factory=dict)
+    """Fields around `text_config`, with an encoder of images as small as possible: of families
+    whose language model has no class of its own in Transformers."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Pattern of weights that are not read -> their description; `{num_layers}` is replaced by the
     number of layers."""

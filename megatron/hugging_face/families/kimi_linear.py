@@ -3,7 +3,8 @@
 Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", section 4, arXiv
 2510.26692. It has the experts of DeepSeek-V3, and dense first layers. Ling 3 (`bailing_hybrid`)
 projects decays and gates without latents, bounds decays, and its latent attention rotates and has a
-gate for each head.
+gate for each head. The latent attention of GLM-5.3 Flash (`glm5_next`) has an indexer that chooses
+pools of keys; its branches read and write parallel residual streams.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import (
     FOLLOWING,
     LATER_TOKENS,
+    indexer_rules,
     judged_by_sigmoid,
     latent_fields,
     latent_rules,
@@ -25,10 +27,17 @@ from megatron.hugging_face.families.deepseek import (
     with_expert_layers,
     with_listed_experts,
 )
+from megatron.hugging_face.families.experts import OF_BALANCE
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, by_block, identity, renamed
+from megatron.hugging_face.weight_map import (
+    WeightRule,
+    by_block,
+    identity,
+    renamed,
+    with_others,
+)
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _BLOCK = "block_sparse_moe"
@@ -51,6 +60,13 @@ _LING_WEIGHTS = {
     ".o_proj.": ".dense.",
     ".gate.e_score_correction_bias": ".gate.expert_bias",
 }
+_GLM_NEXT = {
+    "index_head_dim": "dsa_indexer_head_dim", "index_n_heads": "dsa_indexer_n_heads",
+    "index_topk": "dsa_indexer_topk", "index_kpool": "dsa_indexer_block_size",
+    "hc_mult": "mhc_num_residual_streams", "hc_eps": "mhc_epsilon",
+    "hc_sinkhorn_iters": "mhc_sinkhorn_iterations", "swiglu_limit": "activation_func_clamp_value",
+}  # fmt: skip
+"""Field of GLM-5.3 -> setting."""
 _WITH_UNITS = (2, 1)
 """Hugging Face's `A_log` is [1, 1, n, 1]."""
 
@@ -111,6 +127,12 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
         fields[name] = fields.pop(usual, True)
     return {
         **fields,
+        **_recurrent_fields(settings),
+    }
+
+
+def _recurrent_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
         "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
         "linear_head_dim": settings.linear_key_head_dim,
         "linear_num_heads": settings.linear_num_key_heads,
@@ -153,11 +175,8 @@ def _ling_fields(settings: ModelDescription) -> dict[str, Any]:
         fields[name] = fields.pop(usual, True)
     return {
         **fields,
-        "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
+        **_recurrent_fields(settings),
         "head_dim": settings.linear_key_head_dim,
-        "linear_head_dim": settings.linear_key_head_dim,
-        "linear_num_heads": settings.linear_num_key_heads,
-        "linear_conv_kernel_dim": settings.linear_conv_kernel_dim,
         "kda_safe_gate": settings.linear_decay_bound is not None,
         "kda_lower_bound": settings.linear_decay_bound or -5.0,
     }
@@ -220,6 +239,66 @@ def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
     ]
 
 
+def _glm_next_settings(config: ConfigFields) -> ModelDescription:
+    count, older = config.take("num_hidden_layers"), config.take("linear_attn_config", {})
+    kinds = config.take("layer_types", [_KINDS[n % 4 != 3] for n in range(count)])
+    if set(kinds) - {*_KINDS, "indexed_attention"}:
+        config.only("layer_types", *_KINDS, "indexed_attention")
+    known = {
+        name: older.get(old, config.take(name, default))
+        for (old, name), default in zip(_OLDER_SIZES.items(), (128, 64, 4), strict=True)
+    }
+    known |= {"layer_types": [_KINDS[kind == _KINDS[1]] for kind in kinds],
+              "first_k_dense_replace": min(3, count)}  # fmt: skip
+    model = _settings(config.with_fields(known))
+    choosing = config.take("indexer_types", config.take("index_topk_pattern", ["full"] * count))
+    layers = [*zip(kinds, model.has_experts, choosing, strict=True)]
+    if any(choice in ("shared", "S") and kind != _KINDS[1] for kind, _, choice in layers):
+        config.only("indexer_types", ["full"] * count)
+        config.only("index_topk_pattern", "F" * count)
+    bound = (
+        None if config.is_null("linear_lower_bound") else config.take("linear_lower_bound", -5.0)
+    )
+    bound = older.get("gate_lower_bound", bound)
+    if bound is None and older.get("safe_gate", bool(older)):
+        bound = -5.0
+    return replace(
+        model,
+        latent_norm_epsilon=model.layernorm_epsilon,
+        experimental_attention_variant=None,
+        linear_attention_freq=None,
+        hybrid_layer_pattern="".join(f"[{'DK'[k == _KINDS[1]]}{'-E'[e]}]" for k, e, _ in layers),
+        dsa_indexer_k_norm_epsilon=1e-6,
+        linear_decay_bound=bound,
+        enable_mhc_connections=True,
+        **config.take_all(_GLM_NEXT),
+    )
+
+
+def _glm_next_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**latent_fields(settings), **listed_experts_fields(settings)}
+    del fields["rope_theta"], fields["rope_scaling"]
+    return {
+        **fields,
+        **_recurrent_fields(settings),
+        **settings.fields(_GLM_NEXT),
+        "norm_topk_prob": True,
+        "linear_lower_bound": settings.linear_decay_bound,
+    }
+
+
+def _glm_next_rules(settings: ModelDescription) -> list[WeightRule]:
+    rules = [r for r in LLAMA.rules(settings) if ".self_attention." not in r.megatron_name]
+    rules += [*_mixer_rules(settings), *indexer_rules(settings)]
+    logs = [replace(rule, unit_dims=(0, 0)) for rule in rules if "A_log" in rule.megatron_name]
+    rules = with_expert_layers(with_others(rules, *logs), settings)
+    for here, there in (("self_attention", "attn"), ("mlp", "ffn")):
+        names = {"weight": "fn", "bias": "base", "alpha": "scale"}
+        here = f"{_MEGATRON}{here}_hyper_connection."
+        rules += [identity(here + a, f"{_HF}hc_{there}_{b}") for a, b in names.items()]
+    return renamed(rules, {"model.": "model.language_model."})
+
+
 KIMI_LINEAR = Family(
     "kimi_linear",
     "KimiLinearForCausalLM",
@@ -246,4 +325,27 @@ BAILING_HYBRID = Family(
             "n_group": 8, "topk_group": 4, "rope_theta": 6_000_000.0},
     without_meaning=LLAMA.without_meaning,
     left_out=LATER_TOKENS,
+)  # fmt: skip
+GLM5_NEXT = Family(
+    "glm5_next",
+    "Glm5NextForConditionalGeneration",
+    _glm_next_settings,
+    _glm_next_fields,
+    _glm_next_rules,
+    only={"hidden_act": "silu", "attention_bias": False, "index_kpool_always_select_tail": True,
+          "index_topk_freq": 1},
+    unused=(*FOLLOWING, *OF_BALANCE, "index_skip_topk_offset", "num_nextn_predict_layers"),
+    absent={"num_key_value_heads": 64, "q_lora_rank": 1536, "qk_rope_head_dim": 0,
+            "routed_scaling_factor": 2.5, "index_head_dim": 128, "index_n_heads": 32,
+            "index_topk": 2048, "index_kpool": 16, "hc_mult": 4, "hc_eps": 1e-6,
+            "hc_sinkhorn_iters": 20, "swiglu_limit": 10.0},
+    without_meaning=(r".*shared_head\..*",),
+    around={"vision_config": {
+        "depth": 0, "hidden_size": 4, "num_heads": 1, "intermediate_size": 4,
+        "projection_intermediate_size": 4, "out_hidden_size": 4}},
+    other_names={r"^model\.(layers|embed_tokens|norm)\.": r"model.language_model.\1."},
+    left_out={
+        r"model\.language_model\.layers\.{num_layers}\..*": "the layer that predicts later tokens",
+        r"model\.visual\..*": "the encoder of images",
+    },
 )  # fmt: skip

@@ -51,6 +51,7 @@ MODEL_SHAPE_ARGS = (
     "dsa_indexer_head_dim", "dsa_indexer_n_heads", "dsa_indexer_topk",
     "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "dsa_indexer_rope_interleaved",
     "dsa_indexer_scoring_relu", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_block_size", "dsa_indexer_local_blocks",
     "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "num_experts",
     "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size", "moe_router_topk",

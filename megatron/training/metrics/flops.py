@@ -67,6 +67,8 @@ def _sparse_scores(size: ModelSize, kind: LayerKind) -> float:
     config = size.config
     indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
     indexed = 0.0 if kind.shares_keys else mean_keys(size.seq_length, size.window) * indexer
+    if config.multi_latent_attention:  # one key of the indexer for each block
+        indexed /= config.dsa_indexer_block_size
     return mean_keys(size.seq_length, config.dsa_indexer_topk) * size.score_width + indexed
 
 

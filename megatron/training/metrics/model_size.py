@@ -185,8 +185,17 @@ class ModelSize:
         if not kind.has_indexer:
             return compressors
         heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
-        keys = kind.is_sparse * width
-        return compressors + (config.q_lora_rank or 0) * heads * width + h * (keys + heads)
+        keys, weights = kind.is_sparse * (1 + self._has_pools) * width, heads
+        latent = config.q_lora_rank or 0
+        if not config.multi_latent_attention:
+            latent, weights = h, 0
+        return compressors + latent * heads * width + h * (keys + weights)
+
+    @property
+    def _has_pools(self) -> bool:
+        """Whether an indexer joins the keys of windows to one."""
+        config = self.config
+        return config.multi_latent_attention and config.dsa_indexer_block_size > 1
 
     @property
     def expert_width(self) -> int:
@@ -284,7 +293,9 @@ class ModelSize:
             count += self._mixer(kind).parameters(config.hidden_size)
         indexed = config.dsa_indexer_head_dim or 0
         if kind.is_sparse and kind.has_indexer:
-            count += sum(NORMS["LayerNorm"].sizes(indexed).values())
+            of_indexer = ["LayerNorm"] if config.multi_latent_attention else ["RMSNorm"] * 2
+            count += sum(sum(NORMS[name].sizes(indexed).values()) for name in of_indexer)
+            count += self._has_pools * config.dsa_indexer_block_size * indexed
         if kind.compress_ratio:
             count += kind.compress_ratio * self._compressor_width(kind) + self._norm(self.qk_head)
             count += self._norm(indexed) if kind.chooses_entries else 0

@@ -182,6 +182,22 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def heads_of_the_indexer_hold_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check the width of the indexer's heads without latent attention."""
+    model, width = run.model, run.model.dsa_indexer_head_dim
+    if run.latent_attention.multi_latent_attention or not model.kv_channels or not width:
+        return
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if width < rotated:
+        yield problem(
+            f"--dsa-indexer-head-dim {width} with heads that rotate {rotated} channels.",
+            "a head of the indexer rotates as the heads of attention do",
+            "--rotary-percent",
+            fix=f"use --dsa-indexer-head-dim {model.kv_channels}",
+        )
+
+
+@rule
 def sections_cover_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronError]:
     """Check that --mrope-section divides the rotated pairs of channels."""
     model = run.model

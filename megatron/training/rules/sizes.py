@@ -26,7 +26,8 @@ _LEAST = dict.fromkeys(
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
     "deepstack_layers", "vision_full_attention_layers", "mrope_section", "image_token_id",
     "vision_start_token_id", "vision_end_token_id",
-    "dsa_indexer_skip_topk_offset", "mhc_sinkhorn_iterations", "moe_n_hash_layers",
+    "dsa_indexer_skip_topk_offset", "dsa_indexer_local_blocks", "qk_pos_emb_head_dim",
+    "mhc_sinkhorn_iterations", "moe_n_hash_layers",
     "num_kv_shared_layers", "per_layer_embed_dim",
     "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0
 ) | {"replication_factor": 2}  # fmt: skip

@@ -183,6 +183,20 @@ MODELS: dict[str, Model] = {
          "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
         is_packed=True,
     ),
+    "pools of keys": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 6, "dsa_indexer_block_size": 3,
+         "qk_pos_emb_head_dim": 0},
+        is_packed=True,
+    ),
+    "blocks of keys": Model(
+        ("ring", "heads", "gathered", "sequence", "plain"),
+        {**_RMS, "num_query_groups": 2, "qk_layernorm": True, "dsa_indexer_n_heads": 2,
+         "experimental_attention_variant": "dsa", "dsa_indexer_head_dim": 8,
+         "dsa_indexer_topk": 6, "dsa_indexer_block_size": 3, "dsa_indexer_local_blocks": 1},
+        is_packed=True,
+    ),
     "compressed attention": Model(
         ("ring", "gathered", "sequence", "plain"),
         {**_RMS, **_LATENT, "kv_lora_rank": 10, "v_head_dim": 10, "window_size": (4, 0),

@@ -199,6 +199,19 @@ def _may_compress(s: Settings) -> bool:
     return "q-lora-rank" in s and others(s)
 
 
+def _chooses_blocks(s: Settings) -> bool:
+    """Return whether each group of query heads chooses blocks of keys."""
+    return _is_sparse(s) and "multi-latent-attention" not in s
+
+
+def _chooses_keys(s: Settings) -> bool:
+    return _has_indexer(s) and not _chooses_blocks(s)
+
+
+def _num_groups(s: Settings) -> object:
+    return s.get("num-query-groups", s["num-attention-heads"])
+
+
 def _has_indexer(s: Settings) -> bool:
     return _is_sparse(s) or _is_compressed(s)
 
@@ -255,12 +268,23 @@ MIXERS = (
     Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
     Option(_VARIANT, {None: 12, _BESIDE: 1},
            without(_VARIANT, "multi-latent-attention")),
-    Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _has_indexer),
-    Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _has_indexer),
-    Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _has_indexer),
-    Option("dsa-indexer-topk-freq", {None: 2, 2: 1, 3: 1}, _may_share_keys),
+    Option(_VARIANT, {None: 16, "dsa": 1}, without(_VARIANT, "multi-latent-attention")),
+    Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _chooses_keys),
+    *(Option("dsa-indexer-n-heads", {n: 1},
+             lambda s, n=n: _chooses_blocks(s) and _num_groups(s) == n) for n in (1, 2, 4, 8)),
+    Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _chooses_keys),
+    Option("dsa-indexer-head-dim", {12: 1, 16: 1}, _chooses_blocks),
+    Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _chooses_keys),
+    Option("dsa-indexer-topk", {6: 2, 12: 1}, _chooses_blocks),
+    Option("dsa-indexer-block-size", {2: 1, 3: 1, 6: 1}, _chooses_blocks),
+    Option("dsa-indexer-local-blocks", {None: 1, 1: 2, 2: 1}, _chooses_blocks),
+    Option("dsa-indexer-block-size", {None: 2, 3: 1},
+           lambda s: _chooses_keys(s) and _is_sparse(s) and s["dsa-indexer-topk"] in (3, 6)),
+    Option("dsa-indexer-topk-freq", {None: 2, 2: 1, 3: 1},
+           lambda s: _may_share_keys(s) and _chooses_keys(s)),
     Option("dsa-indexer-skip-topk-offset", {1: 2, 2: 1}, given("dsa-indexer-topk-freq")),
-    Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _has_indexer),
+    Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2},
+           lambda s: _has_indexer(s) and "dsa-indexer-block-size" not in s),
     switch("dsa-indexer-use-sparse-loss", 0.5, _has_indexer),
     Option("dsa-indexer-k-norm-epsilon", {None: 3, 1e-6: 1}, _is_sparse),
     switch("dsa-indexer-k-norm-fp32", 0.3, _is_sparse),

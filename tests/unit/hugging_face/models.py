@@ -290,6 +290,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "kda_safe_gate": False,
          "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
+    "glm5_next": (
+        "Glm5NextConfig",
+        {"text_config": {
+            **{n: v for n, v in _LATENT.items() if n != "qk_rope_head_dim"}, "rms_norm_eps": 1e-1,
+            "num_experts_per_tok": 4, "n_shared_experts": 1, "pad_token_id": None,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "layer_types":
+                ["linear_attention", "indexed_attention"] * 2,
+            # The indexer chooses 2 of 6 pools; up to 3 tokens after them are seen too.
+            "index_n_heads": 16, "index_head_dim": 12, "index_topk": 8, "index_kpool": 4,
+            "linear_head_dim": 16, "linear_num_heads": 4, "swiglu_limit": 0.1, "hc_mult": 3,
+            "hc_eps": 1e-3},
+         "vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8,
+                           "projection_intermediate_size": 8, "out_hidden_size": 64}},
+    ),
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
     "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
@@ -545,6 +559,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                              "partial_rotary_factor": 0.5}},
     ),
+    "minimax_m3": (
+        "MiniMaxM3VLConfig",
+        {"text_config": {
+            **_SIZES, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+         "dense_intermediate_size": 112, "shared_intermediate_size": 48, "swiglu_limit": 0.1,
+         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+         "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 4, "index_topk_blocks": 3,
+         "index_local_blocks": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                      "partial_rotary_factor": 0.5}},
+         "projector_hidden_size": 8, "vision_config": {
+             "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "patch_size": 2, "image_size": 4}},
+    ),
     "ernie4_5 with experts": (
         "Ernie4_5_MoeConfig",
         {**_SIZES, "pad_token_id": None, "moe_num_experts": 8, "moe_k": 3,
@@ -602,6 +630,8 @@ def their_class(config: Any) -> Any:
     """Return Transformers' class of the causal model of a config; not every class has a name in
     its table of automatic classes."""
     known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in known and hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     name = type(config).__name__.replace("Config", "ForCausalLM")
     if config.model_type == "step3p5":
         return Step3p5ForCausalLM

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -78,6 +79,8 @@ def test_the_way_out_gives_the_same_files(case, tmp_path):
         contents, tmp_path / "out", settings=settings, companion=tmp_path / "in", file_bytes=100_000
     )
     before = load_file(tmp_path / "in" / "model.safetensors")
+    left_out = re.compile("|".join([*read_model_directory(tmp_path / "in").family.left_out, "-"]))
+    before = {name: tensor for name, tensor in before.items() if not left_out.match(name)}
     after = {}
     for name in written.files:
         after |= load_file(tmp_path / "out" / name)

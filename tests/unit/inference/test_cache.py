@@ -77,6 +77,20 @@ MODELS = {
          "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4},
         {},
     ),
+    "chosen pools": (
+        MLATransformerConfig,
+        {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 0,
+         "v_head_dim": 6, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 3, "dsa_indexer_block_size": 3},
+        {},
+    ),
+    "chosen blocks": (
+        TransformerConfig,
+        {"num_query_groups": 2, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 2,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4, "dsa_indexer_block_size": 2,
+         "dsa_indexer_local_blocks": 1},
+        {},
+    ),
 }  # fmt: skip
 
 
@@ -116,7 +130,17 @@ def test_logits_of_pieces_are_those_of_the_whole(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["learned positions", "window", "latents", "chosen keys", "states", "letters"]
+    "name",
+    [
+        "learned positions",
+        "window",
+        "latents",
+        "chosen keys",
+        "chosen pools",
+        "chosen blocks",
+        "states",
+        "letters",
+    ],
 )
 @torch.no_grad()
 def test_rows_may_be_at_places_of_their_own(name):

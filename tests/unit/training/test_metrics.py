@@ -142,6 +142,11 @@ def test_parameters_of_published_models_are_counted(name):
         f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
         f"{SPARSE} --experimental-attention-variant dsa --dsa-indexer-topk-freq 4"
         " --dsa-indexer-skip-topk-offset 1 --mtp-num-layers 1",
+        f"{SPARSE} --experimental-attention-variant dsa --dsa-indexer-block-size 5"
+        " --qk-pos-emb-head-dim 0",
+        "--experimental-attention-variant dsa --group-query-attention --num-query-groups 2"
+        " --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 8"
+        " --dsa-indexer-block-size 4 --normalization RMSNorm --qk-layernorm",
         f"{COMPRESSED} --csa-compress-ratios [0,4,6] --mtp-num-layers 1 --softmax-type learnable",
         f"{COMPRESSED} --csa-compress-ratios [6,3,4] --csa-indexed-ratio 3 --qk-layernorm"
         " --normalization RMSNorm --disable-bias-linear",

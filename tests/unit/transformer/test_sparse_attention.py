@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.kernels.sparse_attention import choose_keys
+from megatron.core.kernels.sparse_attention import Choice, choose, choose_keys
+from megatron.core.kernels.windows import Windows
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +39,9 @@ def make_attention(kind=None, layer_number=1, **fields):
     torch.manual_seed(5 + layer_number)
     config = MLATransformerConfig(**{**FIELDS, **fields})
     spec = get_gpt_layer_local_spec(
-        multi_latent_attention=True, qk_layernorm=True, kind=kind or LayerKind("dsa")
+        multi_latent_attention=config.multi_latent_attention,
+        qk_layernorm=True,
+        kind=kind or LayerKind("dsa"),
     )
     return build_module(spec.submodules.self_attention, config=config, layer_number=layer_number)
 
@@ -149,6 +152,70 @@ def test_of_equal_scores_the_earliest_keys_are_chosen():
     assert choose_keys(scores, hidden, 9).tolist() == [[[True, False, True, True, True]]]
 
 
+def blocks_of(documents, size):
+    """The tokens of each block, in order."""
+    found = []
+    for document in documents.unique():
+        places = (documents == document).nonzero().flatten().tolist()
+        found += [places[i : i + size] for i in range(0, len(places), size)]
+    return found
+
+
+@pytest.mark.parametrize("documents", [None, [0] * 13 + [1] * 4 + [2], [0] * 4 + [1] * 14])
+@pytest.mark.parametrize(("size", "topk", "num_local"), [(3, 6, 0), (4, 4, 1), (2, 8, 2)])
+def test_blocks_are_chosen_as_the_rule_is_written(documents, size, topk, num_local):
+    length, rows = 18, 2
+    ids = torch.tensor([documents or [0] * length] * rows)
+    of_windows = None if documents is None else ids
+    hidden = torch.ones(length, length).triu(1).bool() | (ids[:, :, None] != ids[:, None])
+    blocks = blocks_of(ids[0], size)
+    whole = [block for block in blocks if len(block) == size]
+    of_pools = torch.randn(rows, length, length // size)
+    of_keys = torch.randn(rows, 3, length, length)
+    pools, parts = (
+        Choice(topk, Windows.of(length, size, of_windows, ids.device, has_parts=has_parts), local)
+        for has_parts, local in ((False, 0), (True, num_local))
+    )
+    found_pools = choose(of_pools, hidden, pools)
+    end = 11  # of a block of queries and the keys that it sees
+    part = choose(of_pools[:, :end, : end // size], hidden[:, :end, :end], pools)
+    assert torch.equal(part, found_pools[:, :end, :end])
+    found_blocks = choose(of_keys, hidden, parts)
+    assert int(found_pools.sum(-1).max()) <= pools.most
+    for b in range(rows):
+        for t in range(length):
+            seen = (~hidden[b, t]).nonzero().flatten().tolist()
+            able = [n for n, block in enumerate(whole) if set(block) <= set(seen)]
+            best = sorted(able, key=lambda n: -float(of_pools[b, t, n]))[: topk // size]
+            passed_over = {k for n in able if n not in best for k in whole[n]}
+            expected = [k for k in seen if k not in passed_over]
+            assert found_pools[b, t].nonzero().flatten().tolist() == expected
+            for group in range(3):
+                able = [n for n, block in enumerate(blocks) if set(block) & set(seen)]
+                local = able[len(able) - num_local :]
+                score = {
+                    n: float(of_keys[b, group, t, [k for k in blocks[n] if k in seen]].max())
+                    for n in able
+                }
+                order = sorted(able, key=lambda n: (n not in local, -score[n]))
+                best = {k for n in order[: topk // size] for k in blocks[n]}
+                expected = [k for k in seen if k in best]
+                assert found_blocks[b, group, t].nonzero().flatten().tolist() == expected
+
+
+def test_with_as_many_pools_as_there_are_it_is_attention_to_all_keys():
+    made = {"dsa_indexer_block_size": 4, "qk_pos_emb_head_dim": 0}
+    few, most = (make_attention(dsa_indexer_topk=topk, **made) for topk in (4, 8))
+    dense = make_attention(ATTENTION_AND_MLP, **made)
+    dense.load_state_dict(most.state_dict(), strict=False)
+    few.load_state_dict(most.state_dict())
+    x = torch.randn(LENGTH - 1, BATCH, HIDDEN)
+    expected = dense(x, None)[0]
+    # Two pools are whole, and every query sees the tokens after them.
+    assert_close(most(x, None)[0], expected, FP32_REORDERED_SUM, "output")
+    assert (few(x, None)[0] - expected).abs().max() > 1e-2
+
+
 def test_with_all_keys_chosen_it_is_attention_to_all_of_them_to_the_bit():
     sparse = make_attention(dsa_indexer_topk=LENGTH)
     dense = make_attention(ATTENTION_AND_MLP)
@@ -208,6 +275,12 @@ def test_an_indexer_without_a_loss_is_frozen_and_one_with_it_leaves_the_model_al
           "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
          "layers with an indexer: 1"),
         ({"multi_latent_attention": False}, "--multi-latent-attention"),
+        ({"dsa_indexer_block_size": 3}, "use --dsa-indexer-topk 48"),
+        ({"dsa_indexer_block_size": 2, "dsa_indexer_loss_coeff": 1.0}, "dsa-indexer-loss-coeff"),
+        ({"dsa_indexer_local_blocks": 1}, "--dsa-indexer-local-blocks"),
+        ({"multi_latent_attention": False, "dsa_indexer_block_size": 2}, "--dsa-indexer-n-heads 3"),
+        ({"multi_latent_attention": False, "dsa_indexer_block_size": 2, "dsa_indexer_n_heads": 3,
+          "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}, "dsa-indexer-topk-freq"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.sparse_layer_specs import (
+    block_sparse_attention,
+    compressed_attention,
+    sparse_attention,
+)
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.ssm.attention_and_mamba import beside_mamba
@@ -17,17 +20,9 @@ from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
-from megatron.core.transformer.compressed_attention import (
-    CompressedAttention,
-    CompressedAttentionSubmodules,
-    CompressedSelfAttention,
-    Compressor,
-    GroupedProjection,
-)
 from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LINEAR, LayerKind
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.indexer import IndexerSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -40,9 +35,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
-from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.replicated_linear import LinearPart, ReplicatedLinear
-from megatron.core.transformer.sparse_attention import SparseAttention, SparseLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,7 +77,8 @@ def gpt_layer_submodules(
         backend = copy(backend)
         backend.norm_column_linear = None
     has_latents = multi_latent_attention and kind.attends
-    keeps_norm = has_latents or has_both  # several linear layers follow the norm
+    # Several linear layers follow the norm.
+    keeps_norm = has_latents or has_both or kind.is_sparse
     fused = backend.norm_column_linear
     norm = backend.norm if fused is None else IdentityOp
     norm_keys = dict(FUSED_NORM_KEYS)
@@ -96,13 +90,14 @@ def gpt_layer_submodules(
         norm_keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     elif kind.attends:
         attention = _latent_attention if has_latents else _attention
-        if kind.is_sparse:
-            attention = _sparse_attention
-        if kind.is_compressed:
-            attention = partial(_compressed_attention, kind)
         mixer = attention(backend, qk_layernorm, attn_mask_type)
         if has_both:
             mixer = beside_mamba(mixer, _recurrent_mixer(backend, kind.recurrence))
+        if kind.is_sparse:
+            choosing = sparse_attention if has_latents else block_sparse_attention
+            mixer = choosing(mixer, backend, qk_layernorm)
+        if kind.is_compressed:
+            mixer = compressed_attention(kind, backend, qk_layernorm, attn_mask_type)
     if keeps_norm:
         del norm_keys["input_layernorm."]
     if fused is not None:
@@ -195,55 +190,6 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
             linear_proj=backend.row_linear,
             q_layernorm=latent_norm,
             kv_layernorm=latent_norm,
-        ),
-    )
-
-
-def _sparse_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
-    """Multi-latent attention to keys chosen by an indexer, which reads the normed latent."""
-    spec = _latent_attention(backend, qk_layernorm, mask_type)
-    parts = replace(
-        spec.submodules,
-        linear_q_up_proj=backend.column_linear,
-        q_layernorm=backend.norm if qk_layernorm else IdentityOp,
-        core_attention=ModuleSpec(
-            module=SparseAttention,
-            submodules=IndexerSubmodules(
-                linear_wq_b=ReplicatedLinear,
-                linear_wk=ReplicatedLinear,
-                k_norm=NORMS["LayerNorm"],
-                linear_weights_proj=ReplicatedLinear,
-            ),
-        ),
-    )
-    return replace(spec, module=SparseLatentAttention, submodules=parts)
-
-
-def _compressed_attention(
-    kind: LayerKind, backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType
-) -> ModuleSpec:
-    """Attention to a window and to compressed entries, which an indexer may choose."""
-    norm = backend.norm if qk_layernorm else IdentityOp
-    compressor = ModuleSpec(module=Compressor, params={"ratio": kind.compress_ratio})
-    core = CompressedAttentionSubmodules(
-        linear_wq_b=ReplicatedLinear,
-        linear_wk=compressor,
-        k_norm=IdentityOp,
-        linear_weights_proj=ReplicatedLinear,
-        compressor=compressor,
-    )
-    return ModuleSpec(
-        module=CompressedSelfAttention,
-        params={"attn_mask_type": mask_type},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_down_proj=ReplicatedLinear,
-            linear_q_up_proj=backend.column_linear,
-            linear_kv_down_proj=ReplicatedLinear,
-            linear_group_proj=GroupedProjection,
-            linear_proj=backend.row_linear,
-            core_attention=ModuleSpec(module=CompressedAttention, submodules=core),
-            q_layernorm=norm,
-            kv_layernorm=norm,
         ),
     )
 

@@ -89,8 +89,8 @@ class LatentAttentionConfig:
     """Width of the latent of keys and values."""
     qk_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a query/key head without its rotary part."""
-    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention", within=POSITIVE)
-    """Width of the rotary part, whose key all heads share."""
+    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention", within=NOT_NEGATIVE)
+    """Width of the rotary part, whose key all heads share; 0 without positions."""
     v_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a value head."""
     latent_norm_epsilon: float | None = flag(
@@ -186,8 +186,8 @@ class SparseAttentionConfig(CompressedAttentionConfig):
     """Attention to the keys that an indexer scores highest (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
-    """Width of a head of the indexer; its first channels rotate, as many as
-    --qk-pos-emb-head-dim."""
+    """Width of a head of the indexer; its first channels rotate, as many as in a head of attention.
+    """
     dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Query heads of the indexer; they share one key."""
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
@@ -199,6 +199,15 @@ class SparseAttentionConfig(CompressedAttentionConfig):
     the same keys (arXiv 2603.12201)."""
     dsa_indexer_skip_topk_offset: int = flag(0, part_of=_MIXER, within=NOT_NEGATIVE)
     """Number of first layers that all have an indexer of their own."""
+    dsa_indexer_block_size: int = flag(1, part_of=_MIXER, within=POSITIVE)
+    """Consecutive tokens of a document that a query chooses together, --dsa-indexer-topk divided by
+    this number of times. With latent attention the indexer joins their keys to one, with learned
+    weights, and a query also attends to the tokens after the last whole block that it sees
+    (GLM-5.3). Without it each group of query heads has a head of the indexer, whose best score in
+    a block counts (MiniMax M3)."""
+    dsa_indexer_local_blocks: int = flag(0, part_of=_MIXER, within=NOT_NEGATIVE)
+    """Without latent attention: blocks that a query always chooses, its own block and the blocks
+    before it."""
     dsa_indexer_loss_coeff: float | None = flag(
         None,
         part_of=_MIXER,
@@ -347,20 +356,51 @@ def _compressed_attention_problems(config: TransformerConfig) -> Iterator[Megatr
         )
 
 
+def _block_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of an indexer that chooses blocks of keys."""
+    size, heads, groups = (
+        config.dsa_indexer_block_size, config.dsa_indexer_n_heads, config.num_query_groups
+    )  # fmt: skip
+    if size > 1 and (config.dsa_indexer_topk or size) % size:
+        rule = "a query chooses whole blocks of --dsa-indexer-block-size keys"
+        yield _of_size("dsa_indexer_topk", config.dsa_indexer_topk, rule, 16 * size)
+    by_group = size > 1 and not config.multi_latent_attention
+    if by_group and heads != groups:
+        rule = f"each of the {groups} groups of query heads has a head of the indexer"
+        yield _of_size("dsa_indexer_n_heads", heads, rule, groups or 1)
+    wrong = {
+        "--dsa-indexer-loss-coeff": size > 1 and config.trains_indexer,
+        "--dsa-indexer-topk-freq": by_group and config.dsa_indexer_topk_freq > 1,
+        "--dsa-indexer-local-blocks": not by_group and config.dsa_indexer_local_blocks > 0,
+        "--dsa-indexer-block-size": size > 1 and config.has_compressed_attention,
+    }
+    if found := [name for name, is_wrong in wrong.items() if is_wrong]:
+        yield ConfigError(
+            f"dsa_indexer_block_size={size} with {', '.join(found)}.",
+            rule="the loss compares keys, not blocks; groups of query heads do not share their"
+            " choice with other layers, and they alone have local blocks; entries are no blocks",
+            flags=["--dsa-indexer-block-size", *found],
+            fix=f"drop {', '.join(found)}",
+        )
+
+
 def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers with sparse attention."""
     kinds, layout = config.layer_kinds(), pipeline_layout(config)
     if any(kind.is_compressed for kind in kinds):
         yield from _compressed_attention_problems(config)
-    has_latents = config.multi_latent_attention
+    has_latents, size = config.multi_latent_attention, config.dsa_indexer_block_size
     q_lora_rank = config.q_lora_rank
     rotated = config.qk_pos_emb_head_dim
-    if not has_latents or q_lora_rank is None:
+    if not has_latents and size > 1:
+        rotated = 1  # a rule of the model checks it
+    elif not has_latents or q_lora_rank is None:
         yield ConfigError(
             f"sparse attention with multi_latent_attention={has_latents} and"
             f" q_lora_rank={q_lora_rank}.",
-            rule="the indexer and its layer read the latent of the queries",
-            flags=["--multi-latent-attention", "--q-lora-rank"],
+            rule="the indexer and its layer read the latent of the queries, unless the indexer"
+            " chooses blocks of keys",
+            flags=["--multi-latent-attention", "--q-lora-rank", "--dsa-indexer-block-size"],
             fix="add --multi-latent-attention --q-lora-rank 1536",
         )
     if not any(kind.is_sparse or kind.chooses_entries for kind in kinds):
@@ -373,6 +413,7 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
+    yield from _block_problems(config)
     for stage in range(len(layout.stages)):
         layers = layout.layers(*layout.placement.location(stage))
         first = next((layer for layer in layers if kinds[layer].is_sparse), None)
