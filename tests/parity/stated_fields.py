@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.settings.command_line import read_command_line
-from megatron.hugging_face import FAMILIES, Family
+from megatron.hugging_face import FAMILIES, Family, family_of_config
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.model_description import ModelDescription, differences
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
@@ -122,7 +122,8 @@ def ours(fields: Fields) -> ModelDescription:
     Raises:
         ConfigError: it is refused.
     """
-    return _BY_TYPE[fields["model_type"]].read(copy.deepcopy(fields), "config.json")
+    family, fields = family_of_config(copy.deepcopy(fields), "config.json", reads_images=True)
+    return family.read(fields, "config.json")
 
 
 def stated_by_transformers(fields: Fields) -> Fields:

@@ -396,7 +396,7 @@ class SelfAttention(Attention):
         in_parts = in_parts or self.config.attention_value_scale != 1.0 or self.config.v_l2_norm
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
         config = self.config
-        how = {"interleaved": config.rotary_interleaved, "fuses": config.apply_rope_fusion}
+        how: Any = {"interleaved": config.rotary_interleaved, "fuses": config.apply_rope_fusion}
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
             cached = () if positions is None else (positions,)  # overrides need not take them
             query, key, *others = self.get_query_key_value_tensors(
@@ -404,7 +404,8 @@ class SelfAttention(Attention):
             )
             turn = angles_of(rotary_pos_emb, query.dtype, self.config)
             if turn is not None and self.uses_rotary:
-                query, key = (x if x is None else rotate(x, *turn, **how) for x in (query, key))
+                query = rotate(query, *turn, **how)
+                key = key if key is None else rotate(key, *turn, **how)
             if self.config.qk_layernorm_after_rope:
                 query, key = self._normed(query, key)
             return query, key, *others

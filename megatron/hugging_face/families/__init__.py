@@ -117,6 +117,8 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"model_type": "minimax_m3_vl"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
+_WITH_ENCODER = ("qwen3_5", "qwen3_5_moe")
+"""Those of these types whose encoder is supported."""
 _UNTIED = ("glm5_next", "minimax_m3_vl")
 """Types whose head is not tied unless the config states it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
@@ -157,9 +159,8 @@ def family_of_config(
     """
     outer = str(fields.get("model_type"))
     kind = fields.get("model_type")
-    if reads_images and (whole := next((f for f in FAMILIES if f.model_type == outer), None)):
-        return whole, fields
-    if outer in _WITH_IMAGES:
+    reads_text = outer in _WITH_IMAGES and not (reads_images and outer in _WITH_ENCODER)
+    if reads_text:
         text = {**_WITH_IMAGES[outer], **(fields.get("text_config") or {})}
         text |= _IGNORED.get(outer, {})
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
@@ -170,7 +171,7 @@ def family_of_config(
         kind = text["model_type"]
     kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
-        if family.model_type == kind and (outer not in _WITH_IMAGES or kind == outer):
+        if family.model_type == kind and (not reads_text or kind == outer):
             return family, fields
         if family.model_type == kind:
             names, images = family.other_names, family.left_out
