@@ -58,7 +58,10 @@ def _settings(config: ConfigFields) -> ModelDescription:
     layers = range(model.num_layers)
     model = with_window(model, config, [(n + 1) % 6 != 0 for n in layers])
     is_local = [*model.windowed_layers[:-1], False]  # Transformers' last layer has no window
-    rotary = rope_by_kind(model, config, _ROTARY)
+    has_rotary = config.stated("rope_parameters") is not None
+    rotary = rope_by_kind(model, config, dict.fromkeys(_ROTARY, {}) if has_rotary else _ROTARY)
+    if any(m.rotary_percent != 1.0 and not m.rotary_proportional for m in rotary.values()):
+        config.only("rope_parameters")
     values = {"softmax_scale": 1.0, "attention_k_eq_v": config.take("attention_k_eq_v", False)}
     widest = {"head_dim": config.take("global_head_dim", 512)}
     if values["attention_k_eq_v"] and (groups := config.take("num_global_key_value_heads", None)):
