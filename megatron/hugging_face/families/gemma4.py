@@ -58,10 +58,13 @@ def _settings(config: ConfigFields) -> ModelDescription:
     layers = range(model.num_layers)
     model = with_window(model, config, [(n + 1) % 6 != 0 for n in layers])
     is_local = [*model.windowed_layers[:-1], False]  # Transformers' last layer has no window
-    rotary = rope_by_kind(model, config, _ROTARY)
-    values = {"softmax_scale": 1.0, "attention_k_eq_v": config.take("attention_k_eq_v", False)}
+    has_rotary = config.stated("rope_parameters") is not None
+    rotary = rope_by_kind(model, config, dict.fromkeys(_ROTARY, {}) if has_rotary else _ROTARY)
+    if any(m.rotary_percent != 1.0 and not m.rotary_proportional for m in rotary.values()):
+        config.only("rope_parameters")
+    serves_both = config.take("attention_k_eq_v", False)
     widest = {"head_dim": config.take("global_head_dim", 512)}
-    if values["attention_k_eq_v"] and (groups := config.take("num_global_key_value_heads", None)):
+    if serves_both and (groups := config.take("num_global_key_value_heads", None)):
         widest["num_key_value_heads"] = groups
     usual = {str(n): widest for n in layers if not is_local[n]}
     own_sizes = sizes_of_layers(config, _SIZES, usual)
@@ -81,7 +84,8 @@ def _settings(config: ConfigFields) -> ModelDescription:
     )  # fmt: skip
     if model.per_layer_embed_dim:
         config.only("vocab_size_per_layer_input", model.unpadded_vocab_size)
-    of_full = values | rotary[FULL].fields({n: n for n in ("rotary_base", "rotary_percent")})
+    of_full = {"softmax_scale": 1.0, "attention_k_eq_v": serves_both}
+    of_full |= rotary[FULL].fields({n: n for n in ("rotary_base", "rotary_percent")})
     is_wide = config.take("use_double_wide_mlp", False)
     return with_blocks(
         model,
