@@ -341,6 +341,7 @@ class TransformerBlock(GraphableMegatronModule):
         metadata = metadata or {}
         num_layers = len(self.stack)
         mixed = len(set(self.config.layer_kinds())) > 1 or bool(self.config.blocks)
+        mixed = mixed or self.config.moe_n_hash_layers > 0  # only these layers have tables
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):
