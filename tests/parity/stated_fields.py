@@ -27,6 +27,7 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.settings.command_line import read_command_line
 from megatron.hugging_face import FAMILIES, Family
 from megatron.hugging_face.config_fields import is_without_effect
+from megatron.hugging_face.families import family_of_config
 from megatron.hugging_face.model_description import ModelDescription, differences
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.hugging_face.models import CASES, LENGTH, VOCAB, our_model, saved
@@ -92,8 +93,12 @@ def spellings(case: str) -> dict[str, Fields]:
                 if arguments.get(name) == heads}  # fmt: skip
         found["more heads"] = _written(kind, {**arguments, **more})
     model_type = found["newer"]["model_type"]
-    older = _BY_TYPE[model_type].exported(ours(found["newer"]))
-    return found | {"older": {**json.loads(json.dumps(older)), "model_type": model_type}}
+    family = _BY_TYPE[model_type]
+    older = json.loads(json.dumps(family.exported(ours(found["newer"]))))
+    if family.around:
+        text = {**older, "model_type": f"{model_type}_text", "pad_token_id": None}
+        older = {**family.around, "text_config": text}
+    return found | {"older": {**older, "model_type": model_type}}
 
 
 def _written(kind: str, arguments: Fields) -> Fields:
@@ -107,7 +112,10 @@ def ours(fields: Fields) -> ModelDescription:
     Raises:
         ConfigError: it is refused.
     """
-    return _BY_TYPE[fields["model_type"]].read(copy.deepcopy(fields), "config.json")
+    fields, family = copy.deepcopy(fields), _BY_TYPE[fields["model_type"]]
+    if family.around:
+        fields = dict(family_of_config(fields, "config.json")[1])
+    return family.read(fields, "config.json")
 
 
 def stated_by_transformers(fields: Fields) -> Fields:

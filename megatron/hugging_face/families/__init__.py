@@ -107,8 +107,8 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"model_type": "minimax_m3_vl"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
-_UNTIED = ("glm5_next", "minimax_m3_vl")
-"""Types whose head is not tied unless the config states it."""
+_UNTIED = {"glm5_next": False, "minimax_m3_vl": True}
+"""Type whose head is not tied unless the config states it -> whether `text_config` may state it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
 """Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
@@ -146,6 +146,7 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
         is_tied = fields.get("tie_word_embeddings", outer not in _UNTIED)
+        is_tied = is_tied or (_UNTIED.get(outer, False) and text.get("tie_word_embeddings"))
         tied = {"tie_word_embeddings": is_tied}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
