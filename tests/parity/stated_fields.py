@@ -107,8 +107,12 @@ def spellings(case: str) -> dict[str, Fields]:
                 if arguments.get(name) == heads}  # fmt: skip
         found["more heads"] = _written(kind, {**arguments, **more})
     model_type = found["newer"]["model_type"]
-    older = _BY_TYPE[model_type].exported(ours(found["newer"]))
-    return found | {"older": {**json.loads(json.dumps(older)), "model_type": model_type}}
+    family = _BY_TYPE[model_type]
+    older = json.loads(json.dumps(family.exported(ours(found["newer"]))))
+    if family.around:
+        text = {**older, "model_type": f"{model_type}_text", "pad_token_id": None}
+        older = {**family.around, "text_config": text}
+    return found | {"older": {**older, "model_type": model_type}}
 
 
 def _written(kind: str, arguments: Fields) -> Fields:

@@ -4,8 +4,9 @@ DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models"
 arXiv 2512.02556. The indexer's score of key s for query t is sum_j w[t, j] relu(q[t, j] k[s]); its
 loss is the divergence of softmax(scores) from the distribution of attention over all heads.
 
-An indexer may also choose windows of consecutive keys: it scores one key for each window (GLM-5.3),
-or the keys, of which the best counts, for each group of heads (MiniMax M3).
+An indexer may also choose windows of consecutive keys. It scores one key for each window (GLM-5.3),
+or each head scores the keys for its group of heads of attention; the best key of a window counts
+(MiniMax M3).
 
 Legend: q queries of the block, k keys, b micro batch, n heads of this rank, d and e widths of key
 and value heads; of the indexer j heads and i their width; w windows.

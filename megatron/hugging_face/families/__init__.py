@@ -119,8 +119,8 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
 _WITH_ENCODER = ("qwen3_5", "qwen3_5_moe")
 """Those of these types whose encoder is supported."""
-_UNTIED = ("glm5_next", "minimax_m3_vl")
-"""Types whose head is not tied unless the config states it."""
+_UNTIED = {"glm5_next": False, "minimax_m3_vl": True}
+"""Type whose head is not tied unless the config states it -> whether `text_config` may state it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
 """Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
@@ -166,6 +166,7 @@ def family_of_config(
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
         is_tied = fields.get("tie_word_embeddings", outer not in _UNTIED)
+        is_tied = is_tied or (_UNTIED.get(outer, False) and text.get("tie_word_embeddings"))
         tied = {"tie_word_embeddings": is_tied}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
