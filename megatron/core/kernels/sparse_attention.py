@@ -45,7 +45,7 @@ class Compared(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """The rule by which queries choose keys.
+    """How queries choose keys.
 
     Attributes:
         topk: keys that a query attends to.
@@ -69,7 +69,7 @@ class SparseSpec:
 
     Attributes:
         options: options of the whole sequence, for this rank's heads.
-        choice: the rule by which queries choose keys.
+        choice: how queries choose keys.
         uses_relu: negative scores of a head of the indexer count as zero.
         compared: the keys of the loss.
         keep_mask: draws dropout; None without.

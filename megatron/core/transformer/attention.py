@@ -431,8 +431,7 @@ class SelfAttention(Attention):
         """Split the projection into query, key and value heads, and gates if it has any."""
         s, b, _ = packed.shape
         d, rows = self.hidden_size_per_attention_head, list(self.rows_of_group)
-        tp, part, groups = self.pg_collection.tp, 0, self.config.num_query_groups
-        assert groups
+        tp, part, groups = self.pg_collection.tp, 0, self.config.num_query_groups or 1
         if tp.size() > groups:
             # Several ranks share a group: its key and value may be on another rank.
             packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)

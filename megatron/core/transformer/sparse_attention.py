@@ -170,7 +170,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         return self._with_loss(torch.cat(outs), losses, counted)
 
     def _choice(self, num_keys: int, ids: Tensor | None, device: torch.device) -> Choice:
-        """Return the rule by which queries choose from the keys of documents [b, num_keys]."""
+        """Return how queries choose from the keys of documents [b, num_keys]."""
         if self.block_size == 1:
             return Choice(self.topk)
         by_key = not self.config.multi_latent_attention

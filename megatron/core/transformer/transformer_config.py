@@ -28,9 +28,7 @@ from megatron.core.transformer.config.attention import (
     PositionConfig,
     QueryKeyClipConfig,
     SparseAttentionConfig,
-    key_value_problems,
     latent_attention_problems,
-    shared_key_value_problems,
     sparse_attention_problems,
 )
 from megatron.core.transformer.config.block import BlockConfig, block_problems
@@ -39,8 +37,10 @@ from megatron.core.transformer.config.field_values import POSITIVE, value_proble
 from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.core.transformer.config.layer_sizes import (
     PATH_FLAG,
+    key_value_problems,
     layer_sizes_problems,
     read_file,
+    shared_key_value_problems,
 )
 from megatron.core.transformer.config.linear_attention import (
     LinearAttentionConfig,

@@ -255,53 +255,6 @@ def _of_size(name: str, value: float | None, rule: str, example: float) -> Confi
     )
 
 
-def key_value_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield the problems of shared keys and values, in a layer or a model, and of its vectors."""
-    given = {"--attention-k-eq-v": config.attention_k_eq_v,
-             "--num-kv-shared-layers": config.num_kv_shared_layers > 0,
-             "--per-layer-embed-dim": config.per_layer_embed_dim > 0}  # fmt: skip
-    asked = [flag for flag, is_on in given.items() if is_on]
-    excluded = {"--multi-latent-attention": config.multi_latent_attention,
-                "--qk-clip": config.qk_clip, "--v-channels": config.v_channels is not None,
-                "--encoder-num-layers": config.encoder_num_layers is not None}  # fmt: skip
-    if asked[config.attention_k_eq_v :]:
-        excluded |= {
-            "--pipeline-model-parallel-size": config.pipeline_model_parallel_size > 1,
-            "--recompute-granularity": config.recompute_granularity == "full",
-            "--mtp-num-layers": bool(config.mtp_num_layers),
-            "--hybrid-layer-pattern": config.hybrid_layer_pattern is not None,
-            "--experimental-attention-variant": config.experimental_attention_variant is not None,
-        }
-    wrong = [flag for flag, is_on in excluded.items() if is_on]
-    if asked and wrong:
-        yield ConfigError(
-            f"{', '.join(asked)} with {', '.join(wrong)}.",
-            rule="layers exchange keys, values and vectors inside one pass of one stage, and keys"
-            " that serve as values have one width and one scale",
-            flags=[*asked, *wrong],
-            fix=f"drop {', '.join(wrong)}",
-        )
-
-
-def shared_key_value_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield an error for each layer that finds no earlier layer with fitting keys and values."""
-    found: dict[object, tuple[int | None, int | None]] = {}
-    for layer in range(1, config.num_layers + 1):
-        view = config.of_layer(layer)
-        window, sizes = view.window_of(layer), (view.num_query_groups, view.kv_channels)
-        if not config.shares_key_value(layer):
-            found[window] = sizes
-        elif found.get(window) != sizes:
-            yield ConfigError(
-                f"num_kv_shared_layers={config.num_kv_shared_layers}: layer {layer} has the window"
-                f" {window} and key/value heads {sizes}.",
-                rule="a layer shares the keys and values of the last earlier layer with its window,"
-                " and both have key/value heads of one number and width",
-                flags=["--num-kv-shared-layers", "--window-attn-skip-freq"],
-                fix="share fewer layers",
-            )
-
-
 def _compressed_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers that attend to compressed entries."""
     given, has_letters = config.csa_compress_ratios, config.hybrid_layer_pattern is not None
