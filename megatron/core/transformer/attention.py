@@ -285,8 +285,8 @@ class Attention(MegatronModule):
             return self.linear_proj(attended)
 
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
-        """Return the input of `linear_proj` from the core's output and the last `num_late_inputs`
-        projected tensors: here the gate, if there is one."""
+        """Return the input [s, b, n/tp * d] of `linear_proj` from the core's output, of this shape,
+        and the last `num_late_inputs` projected tensors: here the gate, if there is one."""
         act = GATES[self.config.attention_gate_activation]
         return gated(attended, *late, in_vectors=self.config.layout_invariant_mode, act=act)
 

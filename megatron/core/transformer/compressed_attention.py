@@ -385,7 +385,7 @@ class CompressedSelfAttention(MLASelfAttention):
         return [x.unsqueeze(2) for x in (*extra[:1], *extra[3:])]
 
     def after_core(self, attended: Tensor, *late: Tensor) -> Tensor:
-        """Rotate the heads back, and project each group of heads."""
+        """Rotate the heads [s, b, n/tp * d] back, and project each group of heads."""
         cos, sin = late
         heads = attended.unflatten(-1, (self.num_attention_heads_per_partition, -1))
         return self.linear_group_proj(self.core_attention.turned(heads, cos, -sin).flatten(-2))

@@ -304,7 +304,8 @@ class SparseSelfAttention(_KeepsIndexKeys, SelfAttention):
         self, hidden_states: Tensor, key_value_states: Tensor | None, positions: Tensor | None,
         rotary_pos_emb: Rotary,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return query, key, value, the outputs of the indexer, and the gate if there is one."""
+        """Return query [s, b, n/tp, d], key, value, the outputs of the indexer, and the gate if
+        there is one."""
         query, key, value, *gate = super().get_rotated_qkv(
             hidden_states, key_value_states, positions, rotary_pos_emb
         )

@@ -170,5 +170,5 @@ class Normed:
 
 
 def normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-    """Return the norm of a branch's output, its bias included."""
+    """Return the norm of a branch's output [s, b, h], its bias [h] included."""
     return norm(output if bias is None else output + bias), None

@@ -146,7 +146,9 @@ def with_window(
 
 
 def with_blocks(
-    model: ModelDescription, attention: Sequence[dict[str, Any]], ffn: Sequence[dict[str, Any]]
+    model: ModelDescription,
+    attention: Sequence[Mapping[str, object]],
+    ffn: Sequence[Mapping[str, object]],
 ) -> ModelDescription:
     """Return `model` with settings by layer, without the sizes that equal the model's sizes."""
 
@@ -154,7 +156,7 @@ def with_blocks(
     # layer is not scaled, even if it equals the model's base.
     again = {"softmax_scale", *(["rotary_base"] if rope_fields(model)["rope_scaling"] else [])}
 
-    def own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    def own(settings: Mapping[str, object]) -> dict[str, object]:
         return {
             name: value
             for name, value in settings.items()

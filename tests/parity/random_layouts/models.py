@@ -174,6 +174,8 @@ EXPERTS = (
     Option("moe-shared-expert-intermediate-size", {None: 2, 16: 1, 24: 1}, given("num-experts")),
     switch("moe-shared-expert-gate", 0.3, given("moe-shared-expert-intermediate-size")),
     switch("moe-average-shared-expert", 0.2, given("moe-shared-expert-intermediate-size")),
+    switch("moe-branch-norms", 0.2, given("moe-shared-expert-intermediate-size")),
+    switch("moe-router-scales", 0.1, given("num-experts")),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
