@@ -341,7 +341,8 @@ class TransformerBlock(GraphableMegatronModule):
         metadata = metadata or {}
         num_layers = len(self.stack)
         mixed = len(set(self.config.layer_kinds())) > 1 or bool(self.config.blocks)
-        mixed = mixed or self.config.moe_n_hash_layers > 0  # only these layers have tables
+        # Only hash layers have tables, and layers that share keys have no projection to them.
+        mixed = mixed or self.config.moe_n_hash_layers > 0 or self.config.num_kv_shared_layers > 0
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):

@@ -3,7 +3,7 @@
 import json
 
 from megatron.core.transformer.config.layer_kinds import hybrid_pattern
-from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
+from tests.parity.random_layouts.settings import Option, Settings, given, number, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")
 
@@ -105,6 +105,9 @@ LAYERS = (
     Option("v-channels", {None: 10, 6: 1, 16: 1},
            without("multi-latent-attention", "attention-output-gate")),
     Option("attention-value-scale", {None: 10, 0.7: 1}, without("multi-latent-attention")),
+    switch("attention-k-eq-v", 0.1, without("multi-latent-attention", "v-channels")),
+    switch("v-l2-norm", 0.1, without("multi-latent-attention")),
+    switch("layer-scalar", 0.1),
     Option("attention-chunk-size", {None: 10, 5: 1}),
     Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size", "attention-chunk-size")),
     Option("rotary-base-local", {None: 2, 300: 1},
@@ -231,6 +234,12 @@ def _may_share_keys(s: Settings) -> bool:
     return _is_sparse(s) and "linear-attention-freq" not in s
 
 
+def _passes_once(s: Settings) -> bool:
+    """Layers exchange keys or vectors only in such a model."""
+    return not {"multi-latent-attention", "mtp-num-layers", "hybrid-layer-pattern", _VARIANT,
+                "enable-mhc-connections"} & set(s)  # fmt: skip
+
+
 def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) in ("mamba2", _BESIDE) or "M" in str(s.get("hybrid-layer-pattern", ""))
 
@@ -315,6 +324,9 @@ MIXERS = (
     Option("attention-factors", {None: 1, (1.2, 0.8, 0.7): 1},
            lambda s: s.get(_VARIANT) == _BESIDE),
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
+    Option("num-kv-shared-layers", {None: 12, 1: 1, 2: 1},
+           lambda s: number(s, "num-layers") > 2 and _passes_once(s)),
+    Option("per-layer-embed-dim", {None: 12, 8: 1}, lambda s: _passes_once(s)),
 )  # fmt: skip
 
 _BLOCKS = "heterogeneous-layers-config-encoded-json"

@@ -237,6 +237,7 @@ def key_value_problems(config: TransformerConfig) -> Iterator[MegatronError]:
                 "--encoder-num-layers": config.encoder_num_layers is not None}  # fmt: skip
     if asked[config.attention_k_eq_v :]:
         excluded |= {
+            "--enable-mhc-connections": config.enable_mhc_connections,
             "--pipeline-model-parallel-size": config.pipeline_model_parallel_size > 1,
             "--recompute-granularity": config.recompute_granularity == "full",
             "--mtp-num-layers": bool(config.mtp_num_layers),
