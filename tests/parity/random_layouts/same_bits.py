@@ -40,6 +40,7 @@ NOT_COVERED = (
     "fp16", "lora-rank", "fp8-format", "fp4-format", "use-torch-fsdp2", "hybrid-context-parallel",
     "qk-clip", "enable-mhc-connections", "attention-gate-by-head",
     "moe-branch-norms", "moe-router-scales", "moe-n-hash-layers",
+    "dsa-indexer-n-heads", "csa-compress-ratios",
     "heterogeneous-layers-config-path", "heterogeneous-layers-config-encoded-json",
 )  # fmt: skip
 """Settings that the mode refuses; a case with one of them is not run."""
@@ -66,11 +67,23 @@ def case_of(drawn: Case) -> Case:
         case = case.with_value("group-query-attention", True)
         case = case.with_value("num-query-groups", groups)
     cp = drawn.settings.get("context-parallel-size", 1)
-    case = case.with_value("layout-invariant-sequence-units", SEQUENCE_UNITS[cp])
+    units = SEQUENCE_UNITS[cp]
+    case = case.with_value("layout-invariant-sequence-units", units)
+    case = case.with_value("seq-length", -(-drawn.settings["seq-length"] // units) * units)
     for name in ("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
         if name in case.settings:
             case = case.with_value(name, 128)
     return replace(case, is_wide=False)
+
+
+def _is_covered(case: Case) -> bool:
+    """Return whether the mode computes such a model: mixers have no units of the sequence."""
+    settings = case.settings
+    mixer = settings.get("experimental-attention-variant")
+    has_mixers = mixer is not None or set("MGK") & set(settings.get("hybrid-layer-pattern", ""))
+    if any(name in settings for name in NOT_COVERED) or mixer == "attention_and_mamba2":
+        return False
+    return not (has_mixers and settings.get("context-parallel-size", 1) > 1)
 
 
 def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
@@ -80,8 +93,7 @@ def cases(seed: int, num: int, having: str | None = None) -> Iterator[Case]:
         for drawn in draw_cases(seed, 100 * num)
         for case in drawn
         if case.settings.get("tensor-model-parallel-size", 1) <= UNITS
-        and not any(name in case.settings for name in NOT_COVERED)
-        and case.settings.get("experimental-attention-variant") != "attention_and_mamba2"
+        and _is_covered(case)
         and (having is None or having in case.settings)
     )
     for _, case in zip(range(num), found, strict=False):
