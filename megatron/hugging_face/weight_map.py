@@ -175,21 +175,23 @@ def alternating_experts(
     )
 
 
-def joined_experts(num_experts: int, fc1: str, fc2: str) -> list[WeightRule]:
-    """Return the rules of a layer's experts; Hugging Face has one tensor of all, gates first.
+def joined_experts(num_experts: int, *names: str) -> list[WeightRule]:
+    """Return the rules of a layer's experts; a tensor of Hugging Face contains all experts.
 
     Args:
-        fc1, fc2: Hugging Face's tensors, [e, 2i, h] and [e, h, i].
+        names: of the first layer one tensor [e, 2i, h] or two [e, i, h], gates first; then of the
+            second layer [e, h, i].
     """
+    *fc1, fc2 = names
     return [
         alternating_experts(
             f"decoder.layers.{{}}.mlp.experts.experts.{mine}.weight",
-            theirs,
+            *theirs,
             num_experts=num_experts,
             num_blocks=1,
             is_transposed=False,
         )
-        for mine, theirs in (("linear_fc1", fc1), ("linear_fc2", fc2))
+        for mine, theirs in (("linear_fc1", fc1), ("linear_fc2", [fc2]))
     ]
 
 

@@ -25,17 +25,19 @@ def test_drawn_layouts_of_models_with_this_part_have_the_bits_of_one_process(par
     assert num_equal(tmp_path, cases(seed=5, num=5, having=part)) > 2
 
 
+_MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --kv-channels 32 --ffn-hidden-size 256"
+    " --seq-length 16 --vocab-size 89 --tokenizer-type NullTokenizer --layout-invariant-mode"
+    " --layout-invariant-tensor-units 4 --layout-invariant-sequence-units 8 --num-workers 0"
+    " --log-interval 1 --log-params-norm --distributed-backend gloo --micro-batch-size 1"
+    " --train-iters 2 --data-path CORPUS --seed 77 --lr 0.001 --lr-decay-style constant"
+    " --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope"
+    " --normalization RMSNorm --swiglu --disable-bias-linear --bf16"
+)
 MODEL_OF_ALL_PARTS = (
-    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --kv-channels 32"
-    " --ffn-hidden-size 256 --seq-length 16 --vocab-size 89 --tokenizer-type NullTokenizer"
-    " --layout-invariant-mode --layout-invariant-tensor-units 4"
-    " --layout-invariant-sequence-units 8 --num-workers 0 --log-interval 1 --log-params-norm"
-    " --distributed-backend gloo --micro-batch-size 1 --global-batch-size 2 --train-iters 2"
-    " --data-path CORPUS --seed 77 --lr 0.001 --lr-decay-style constant --eval-iters 0"
-    " --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope"
-    " --normalization RMSNorm --swiglu --disable-bias-linear --mtp-num-layers 1 --num-experts 4"
+    f"{_MODEL} --num-layers 1 --global-batch-size 2 --mtp-num-layers 1 --num-experts 4"
     " --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
-    " --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --bf16"
+    " --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid"
     " --moe-router-dtype fp32 --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6"
     " --qk-pos-emb-head-dim 4 --v-head-dim 32"
 )
@@ -55,17 +57,10 @@ def test_split_sequences_of_experts_latents_and_later_tokens_have_the_bits_of_on
 
 
 MODEL_OF_SHARED_KEYS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --kv-channels 32"
-    " --ffn-hidden-size 256 --seq-length 16 --vocab-size 89 --tokenizer-type NullTokenizer"
-    " --layout-invariant-mode --layout-invariant-tensor-units 4"
-    " --layout-invariant-sequence-units 8 --num-workers 0 --log-interval 1 --log-params-norm"
-    " --distributed-backend gloo --micro-batch-size 1 --global-batch-size 4 --train-iters 2"
-    " --data-path CORPUS --seed 77 --lr 0.001 --lr-decay-style constant --eval-iters 0"
-    " --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope"
-    " --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention"
+    f"{_MODEL} --num-layers 4 --global-batch-size 4 --group-query-attention"
     " --num-query-groups 2 --qk-layernorm --sandwich-norm --v-l2-norm --attention-k-eq-v"
     " --layer-scalar --num-kv-shared-layers 2 --per-layer-embed-dim 32 --rotary-proportional"
-    " --rotary-percent 0.5 --bf16"
+    " --rotary-percent 0.5"
 )
 
 

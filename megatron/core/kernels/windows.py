@@ -97,8 +97,8 @@ class Windows:
         )
 
     def of_tokens(self, num_tokens: int) -> Tensor:
-        """Return the window of each of the first tokens, int64 [1 or b, num_tokens]; w for tokens
-        of no window."""
+        """Return the window of each of the first tokens, int64 [1 or b, num_tokens]; w if no window
+        contains the token."""
         count = self.begins.shape[1]
         places = torch.arange(num_tokens, device=self.begins.device).expand(len(self.begins), -1)
         found = torch.searchsorted(self.begins.contiguous(), places.contiguous(), right=True) - 1

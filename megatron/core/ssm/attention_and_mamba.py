@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 @dataclass
 class AttentionAndMambaSubmodules(SelfAttentionSubmodules):
-    """Parts of attention, and the mixer beside it."""
+    """Submodules of attention, and the spec of Mamba-2."""
 
     mamba: ModuleSpec | type | Any = None
 

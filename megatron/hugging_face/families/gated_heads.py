@@ -29,9 +29,9 @@ from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import FULL, SLIDING, rope_fields_by_kind, with_rope_by_kind
 from megatron.hugging_face.weight_map import (
     WeightRule,
-    alternating_experts,
     by_layer_size,
     identity,
+    joined_experts,
     query_key_value,
     renamed,
     with_others,
@@ -283,17 +283,8 @@ def _step_fields(settings: ModelDescription) -> dict[str, Any]:
 
 def _step_rules(settings: ModelDescription) -> list[WeightRule]:
     sparse = tuple(n for n, has_some in enumerate(settings.has_experts) if has_some)
-    parts = {"linear_fc1": ("gate", "up"), "linear_fc2": ("down",)}
-    stacked = (
-        alternating_experts(
-            f"{_MEGATRON}mlp.experts.experts.{here}.weight",
-            *(f"{_HF}moe.{part}_proj.weight" for part in there),
-            num_experts=settings.num_moe_experts or 1,
-            num_blocks=1,
-            is_transposed=False,
-        )
-        for here, there in parts.items()
-    )
+    tensors = (f"{_HF}moe.{part}_proj.weight" for part in ("gate", "up", "down"))
+    stacked = joined_experts(settings.num_moe_experts or 1, *tensors)
     names = {"mlp.gate.weight": "moe.gate.weight", "mlp.shared_experts.": "share_expert.",
              "mlp.gate.e_score_correction_bias": "moe.router_bias"}  # fmt: skip
     rules = [

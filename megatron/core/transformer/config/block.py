@@ -99,8 +99,8 @@ class BlockConfig:
     """Multiply the output of each layer by a number of the checkpoint that training does not change
     (Gemma 4)."""
     per_layer_embed_dim: int = flag(0, within=NOT_NEGATIVE)
-    """Width of the vectors that each layer reads by itself from a second embedding table and from a
-    projection of the word embedding (Gemma 3n and 4). 0 has none."""
+    """Width of the vectors of layers (Gemma 3n and 4). Each layer has its own vector of a token: a
+    row of a second embedding table, added to a projection of the word embedding. 0: no vectors."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""

@@ -61,8 +61,8 @@ class RotaryEmbedding(nn.Module):
         kv_channels: head dim.
         rotary_percent: fraction of the channels that rotate.
         rotary_interleaved: pairs are neighbouring channels.
-        proportional: pairs and frequencies are those of `rotary_percent` 1, and the last pairs have
-            the frequency 0.
+        proportional: pair channels and compute frequencies as with `rotary_percent` 1; then set the
+            frequencies of the last pairs to 0.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
         use_cpu_initialization: accepted and unused; the angles are always on the step's device.
