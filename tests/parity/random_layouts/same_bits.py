@@ -34,6 +34,10 @@ MIXER_SIZES = {
     "mamba-num-heads": 32, "mamba-head-dim": 8, "mamba-state-dim": 8,
     "linear-num-value-heads": 32, "linear-key-head-dim": 8, "linear-value-head-dim": 8,
 }  # fmt: skip
+WIDTHS = {
+    "moe-ffn-hidden-size": 128, "moe-shared-expert-intermediate-size": 128,
+    "per-layer-embed-dim": 32,
+}  # fmt: skip
 SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
 """Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
@@ -70,9 +74,9 @@ def case_of(drawn: Case) -> Case:
     units = SEQUENCE_UNITS[cp]
     case = case.with_value("layout-invariant-sequence-units", units)
     case = case.with_value("seq-length", -(-drawn.settings["seq-length"] // units) * units)
-    for name in ("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
+    for name, value in WIDTHS.items():
         if name in case.settings:
-            case = case.with_value(name, 128)
+            case = case.with_value(name, value)
     return replace(case, is_wide=False)
 
 
