@@ -35,6 +35,7 @@ from megatron.hugging_face.families import (
     qwen_vl,
     relatives,
     routed,
+    sarvam,
     state_space,
     t5,
 )
@@ -76,6 +77,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5,
     qwen3_next.QWEN3_5_MOE,
+    qwen3_next.LARA_MINI,
     experts.MELLUM,
     llama4.LLAMA4,
     mimo.MIMO_V2_FLASH,
@@ -93,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
     *granite.FAMILIES,
     *olmo.FAMILIES,
     *routed.FAMILIES,
+    *sarvam.FAMILIES,
     *ministral.FAMILIES,
     *hunyuan.FAMILIES,
     *cohere.FAMILIES,

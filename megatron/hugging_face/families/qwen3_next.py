@@ -1,14 +1,18 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet in most layers, gated attention in the others.
+"""Qwen3-Next, Qwen3.5 and Lara 4 Mini: Gated DeltaNet in most layers, attention in the others.
 
-Qwen3-Next and `qwen3_5_moe_text` have experts in all layers, `qwen3_5_text` in none. Norms are
-zero-centred, except the norms of recurrent heads; a part of each attention head rotates. `qwen_vl`
-adds the encoder of images of Qwen3.5 and 3.6.
+Qwen3-Next and `qwen3_5_moe_text` have experts in all layers, `qwen3_5_text` in none. Attention has
+gates. Norms are zero-centred, except the norms of recurrent heads; a part of each attention head
+rotates. `qwen_vl` adds the encoder of images of Qwen3.5 and 3.6.
+
+Lara 4 Mini (Translated, model card, 2026; `lara_mini`) has experts in all layers, plain norms and
+no gates. Its layers of attention have windows, or no window and no rotation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
@@ -19,19 +23,24 @@ from megatron.hugging_face.families.experts import (
     expert_rules,
     with_shared_expert,
 )
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import Family, window_fields
 from megatron.hugging_face.families.llama import QWEN3, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import rope_parameters, with_rope
+from megatron.hugging_face.rope import FULL, SLIDING, rope_parameters, with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     by_block,
     gated_query_key_value,
     identity,
+    joined_experts,
+    renamed,
+    with_others,
 )
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
-_KINDS = ("full_attention", "linear_attention")
+_KINDS = (FULL, "linear_attention")
+_LARA_KINDS = ("linear_attention", SLIDING, "linear_attention", FULL, SLIDING)
+"""Kinds of the layers of Lara, in turn."""
 _SIZES = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -43,20 +52,26 @@ _GATED = {"hidden_act": "silu", "attention_bias": False}
 _LATER_TOKENS = {r"mtp\..*": "the layers that predict later tokens"}
 
 
+def _recurrent_settings(config: ConfigFields) -> ModelDescription:
+    return replace(
+        gated_settings(config),
+        swiglu=True,
+        qk_layernorm=True,
+        experimental_attention_variant="gated_delta_net",
+        **{name: config.take(name, config.absent.get(name, size)) for name, size in _SIZES.items()},
+    )
+
+
 def _dense_settings(config: ConfigFields) -> ModelDescription:
     interval = config.take("full_attention_interval", 4)
     kinds = config.take("layer_types", None)
     if kinds is not None and set(kinds) - set(_KINDS):
         config.only("layer_types", *_KINDS)
     model = replace(
-        gated_settings(config),
-        swiglu=True,
+        _recurrent_settings(config),
         layernorm_zero_centered_gamma=True,
-        qk_layernorm=True,
         attention_output_gate=True,
-        experimental_attention_variant="gated_delta_net",
         linear_attention_freq=interval if kinds is None else [_KINDS.index(k) for k in kinds],
-        **{name: config.take(name, default) for name, default in _SIZES.items()},
     )
     rope = rope_parameters(config)
     for name in _OF_IMAGES:
@@ -64,16 +79,19 @@ def _dense_settings(config: ConfigFields) -> ModelDescription:
     return with_rope(model, config.without("rope_scaling").with_fields({"rope_parameters": rope}))
 
 
-def _settings(config: ConfigFields) -> ModelDescription:
+def _with_experts(dense: ModelDescription, config: ConfigFields) -> ModelDescription:
     return replace(
-        _dense_settings(config),
+        dense,
         num_moe_experts=config.take("num_experts"),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=config.take("moe_intermediate_size"),
         moe_router_pre_softmax=not config.take("norm_topk_prob", True),
         moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
-        moe_shared_expert_gate=True,
     )
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    return replace(_with_experts(_dense_settings(config), config), moe_shared_expert_gate=True)
 
 
 def _moe_settings(config: ConfigFields) -> ModelDescription:
@@ -81,6 +99,23 @@ def _moe_settings(config: ConfigFields) -> ModelDescription:
     usual = {"intermediate_size": config.take("moe_intermediate_size"), "norm_topk_prob": True}
     config.only("norm_topk_prob", True)
     return _settings(config.with_fields(usual))
+
+
+def _lara_settings(config: ConfigFields) -> ModelDescription:
+    # There is no dense layer.
+    usual = config.with_fields({"intermediate_size": config.take("moe_intermediate_size")})
+    model = with_rope(_with_experts(_recurrent_settings(usual), usual), usual)
+    usually = islice(cycle(_LARA_KINDS), model.num_layers)
+    kinds = config.take("layer_types", None) or list(usually)
+    if set(kinds) - set(_LARA_KINDS):
+        config.only("layer_types", *_LARA_KINDS)
+    return replace(
+        model,
+        linear_attention_freq=[int(kind == _KINDS[1]) for kind in kinds],
+        window_size=(config.take("sliding_window") - 1, 0),
+        window_attn_skip_freq=[int(kind == SLIDING) for kind in kinds],
+        no_rope_freq=[int(kind == FULL) for kind in kinds],
+    )
 
 
 def _dense_fields(settings: ModelDescription) -> dict[str, Any]:
@@ -103,6 +138,14 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _lara_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**_fields(settings), **window_fields(settings)}
+    del fields["intermediate_size"], fields["partial_rotary_factor"]
+    for layer in settings.layers_where(lambda kind: kind.is_recurrent):
+        fields["layer_types"][layer] = _KINDS[1]
+    return fields
+
+
 _Runs = Callable[[int, int, int], dict[str, tuple[int, ...]]]
 """(rows of keys, of values, of heads) -> projection before the recurrence -> its runs of rows."""
 
@@ -120,24 +163,40 @@ def _apart(keys: int, values: int, heads: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _joined(keys: int, values: int, heads: int) -> dict[str, tuple[int, ...]]:
+    return {"in_proj": (keys, keys, values, values, heads, heads)}
+
+
 def _rules(settings: ModelDescription, runs: _Runs) -> list[WeightRule]:
-    recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
-    attending = settings.layers_where(lambda kind: kind.attends)
-    of_attention = f"{_MEGATRON}self_attention.linear_qkv.weight"
-    attention = [
-        rule
-        for rule in QWEN3.rules(settings)
-        if ".self_attention." in rule.megatron_name and rule.megatron_name != of_attention
-    ]
     projections = [f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"]
-    attention.append(gated_query_key_value(of_attention, *projections))
-    dense = [
-        *(rule for rule in QWEN3.rules(settings) if ".self_attention." not in rule.megatron_name),
-        *(replace(rule, layers=attending) for rule in attention),
-        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings, runs)),
-    ]
+    gated = gated_query_key_value(f"{_MEGATRON}self_attention.linear_qkv.weight", *projections)
+    dense = _mixed_rules(with_others(QWEN3.rules(settings), gated), settings, runs)
     experts = expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")
     return by_mlp(dense, with_shared_expert(experts), settings)
+
+
+def _lara_rules(settings: ModelDescription) -> list[WeightRule]:
+    dense = _mixed_rules(QWEN3.rules(settings), settings, _joined)
+    experts = expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")
+    tensors = [f"{_HF}mlp.experts.{part}_proj" for part in ("gate_up", "down")]
+    joined = joined_experts(settings.num_moe_experts or 1, *tensors)
+    rules = by_mlp(dense, with_shared_expert(with_others(experts, *joined)), settings)
+    rules = [rule for rule in rules if not rule.megatron_name.endswith(".gate_weight")]
+    return renamed(rules, {".linear_attn.norm.": ".linear_attn.out_norm."})
+
+
+def _mixed_rules(
+    attention: list[WeightRule], settings: ModelDescription, runs: _Runs
+) -> list[WeightRule]:
+    """Return the rules of a dense model, some of whose layers have a Gated DeltaNet."""
+    recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
+    attending = settings.layers_where(lambda kind: kind.attends)
+    own = [rule for rule in attention if ".self_attention." in rule.megatron_name]
+    return [
+        *(rule for rule in attention if rule not in own),
+        *(replace(rule, layers=attending) for rule in own),
+        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings, runs)),
+    ]
 
 
 def _recurrent_rules(settings: ModelDescription, runs: _Runs) -> list[WeightRule]:
@@ -191,3 +250,13 @@ QWEN3_5_MOE = replace(
     fields=_fields,
     absent={"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25},
 )
+LARA_MINI = replace(
+    QWEN3_5,
+    model_type="lara_mini",
+    architecture="LaraMiniForCausalLM",
+    settings=_lara_settings,
+    fields=_lara_fields,
+    rules=_lara_rules,
+    absent={"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 512,
+            "tie_word_embeddings": True, "linear_num_key_heads": 8, "linear_num_value_heads": 16},
+)  # fmt: skip

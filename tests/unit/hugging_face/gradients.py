@@ -122,15 +122,26 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
     if of_convolution is not None:
         joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight", names)].grad
         return joined.chunk(3)["qkv".index(of_convolution[2])]
+    joined_in_file = re.fullmatch(r"(.*\.)(query_key_value|linear_attn\.in_proj)(\.\w+)", name)
+    if joined_in_file is not None:
+        before, part, kind = joined_in_file.groups()
+        apart = (f"{before}{one}{kind}" for one in _JOINED[part])
+        return torch.cat([names[_of_module(one, names)].grad for one in apart])
     return names[_of_module(name, names)].grad
 
 
+_JOINED = {
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj": [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")],
+}
+"""Tensor in files of Sarvam or Lara -> the tensors in the modules."""
 _RENAMED = {
     "block_sparse_moe": "mlp", "mlp.moe_statics.": "mlp.gate.moe_statics.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     ".linear_gate.": ".gate_proj.", ".learnable_sink_param": ".sinks",
-    "attention_sink_bias": "sinks",
+    "attention_sink_bias": "sinks", ".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm.",
+    ".linear_attn.out_norm.": ".linear_attn.norm.",
     ".hc_pre.hc_attn_layer.hc_": ".attn_hc.", ".hc_pre.hc_mlp_layer.hc_": ".ffn_hc.",
     ".hc_pre.hc_head.hc_head_": ".hc_head.hc_",
 }  # fmt: skip

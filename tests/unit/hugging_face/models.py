@@ -327,6 +327,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_BESIDE_SHARED, "first_k_dense_replace": 0, "head_dim": 32,
          "attention_bias": True},
     ),
+    "sarvam with experts": (
+        "SarvamMoEConfig",
+        {**_SIZES, **_BESIDE_SHARED, "head_dim": 16, "attention_bias": True, "pad_token_id": None},
+    ),
+    "sarvam with latents": (
+        "SarvamMLAConfig",
+        {**_LATENT, "q_lora_rank": None, "num_experts_per_tok": 4, "rope_parameters": _YARN},
+    ),
     "hy_v3": (
         "HYV3Config",
         {**_SIZES, **_COUNTED, "head_dim": 32, "router_scaling_factor": 2.5,
@@ -391,6 +399,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "shared_expert_intermediate_size": 48},
     ),
     "qwen3_5": ("Qwen3_5TextConfig", {**_QWEN3_5, "tie_word_embeddings": True}),
+    "lara_mini": (
+        "LaraMiniConfig",
+        {**_QWEN3_5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+         "num_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7,
+         "layer_types": ["linear_attention", "sliding_attention", "linear_attention",
+                         "full_attention"]},
+    ),
     "qwen3_5 with experts": (
         "Qwen3_5MoeTextConfig",
         {**_QWEN3_5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
