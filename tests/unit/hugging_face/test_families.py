@@ -217,3 +217,22 @@ def test_kimi_linear_is_read_as_it_is_published(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match="linear_num_heads 5"):
         read_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["sarvam with experts", "sarvam with latents"])
+def test_sarvam_is_read_as_it_is_published(tmp_path, case):
+    theirs = saved(case, tmp_path)
+    config = tmp_path / "config.json"
+    fields = json.loads(config.read_text())
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    if case.endswith("experts"):
+        names["attention_bias"] = "use_qkv_bias"
+    else:
+        rope = fields.pop("rope_parameters")
+        base = rope.pop("rope_theta")
+        fields |= {"rope_theta": base, "rope_scaling": {**rope, "rope_type": "deepseek_yarn"}}
+    fields |= {published: fields.pop(name) for name, published in names.items()}
+    config.write_text(json.dumps(fields))
+    ours, _ = our_model(tmp_path)
+    logits = ours(tokens(), None, None)[..., :VOCAB]
+    assert_close(logits, theirs(tokens()).logits, FP32_REORDERED_SUM, "logits")
