@@ -79,6 +79,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.QWEN3_5_MOE,
     qwen3_next.LARA_MINI,
     experts.MELLUM,
+    experts.FLINT,
     llama4.LLAMA4,
     mimo.MIMO_V2_FLASH,
     *gated_heads.FAMILIES,

@@ -1,7 +1,8 @@
 """Mixtral, Qwen 2 and Qwen 3 with experts: the attention of the dense models, an MLP per expert.
 
 Qwen 2 also has a shared expert, whose output is multiplied by a gate. Mellum is a Qwen 3 with
-windows in part of the layers, which have their own rotary base, and dense layers.
+windows in part of the layers, which have their own rotary base, and dense layers. Flint has sinks,
+windows in the layers that rotate, sigmoid scores and a shared expert.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
-from megatron.hugging_face.families.llama import GATED, MISTRAL, QWEN2, QWEN3, gated_settings
+from megatron.hugging_face.families.llama import GATED, LLAMA, MISTRAL, QWEN2, QWEN3, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import rope_fields_by_window, with_rope_by_window
 from megatron.hugging_face.weight_map import WeightRule, concat, experts, identity
@@ -87,15 +88,16 @@ def _qwen2_rules(settings: ModelDescription) -> list[WeightRule]:
     return with_shared_expert(_rules(QWEN2, "mlp", "gate_proj", "up_proj", "down_proj")(settings))
 
 
-def with_shared_expert(rules: list[WeightRule]) -> list[WeightRule]:
-    """Return `rules` and the rules of the shared expert and its gate."""
+def with_shared_expert(rules: list[WeightRule], *, has_gate: bool = True) -> list[WeightRule]:
+    """Return `rules` and the rules of the shared expert and of its gate."""
     here, there = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_expert."
     gate_and_up = (there + "gate_proj.weight", there + "up_proj.weight")
+    gate = identity(here + "gate_weight", _HF + "mlp.shared_expert_gate.weight")
     return [
         *rules,
         concat(here + "linear_fc1.weight", *gate_and_up),
         identity(here + "linear_fc2.weight", there + "down_proj.weight"),
-        identity(here + "gate_weight", _HF + "mlp.shared_expert_gate.weight"),
+        *[gate] * has_gate,
     ]
 
 
@@ -153,6 +155,40 @@ def _mellum_fields(settings: ModelDescription) -> dict[str, Any]:
     del fields["rope_theta"], fields["rope_scaling"]
     added = {"mlp_layer_types": mlp_kinds(settings), **rope_fields_by_window(settings)}
     return {**fields, **added}
+
+
+def _flint_settings(config: ConfigFields) -> ModelDescription:
+    dense = replace(LLAMA.settings(config), qk_layernorm=True, softmax_type="learnable")
+    layers = range(dense.num_layers)
+    usual = [n > 1 and n % 4 != 1 and n != layers[-1] for n in layers]
+    dense = with_window(dense, config, usual)
+    without_experts = config.take("mlp_only_layers", [0, 1])
+    return replace(
+        _qwen_settings(dense, config),
+        no_rope_freq=[int(not has_window) for has_window in dense.windowed_layers],
+        moe_layer_freq=[int(n not in without_experts) for n in layers],
+        moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
+        moe_router_score_function="sigmoid",
+    )
+
+
+def _flint_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **LLAMA.fields(settings),
+        **_qwen_fields(settings),
+        **window_fields(settings),
+        "mlp_only_layers": [n for n, has_some in enumerate(settings.has_experts) if not has_some],
+        "shared_expert_intermediate_size": settings.moe_shared_expert_intermediate_size or 0,
+    }
+
+
+def _flint_rules(settings: ModelDescription) -> list[WeightRule]:
+    sinks = "self_attention.core_attention.softmax_offset", "self_attn.softmax_offset"
+    experts = expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")
+    return [
+        *by_mlp(LLAMA.rules(settings), with_shared_expert(experts, has_gate=False), settings),
+        identity(_MEGATRON + sinks[0], _HF + sinks[1]),
+    ]
 
 
 def expert_rules(
@@ -228,4 +264,17 @@ MELLUM = replace(
         "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True,
     },
     left_out={r"mtp\..*": "the layers that predict later tokens"},
+)  # fmt: skip
+FLINT = replace(
+    LLAMA,
+    model_type="flint",
+    architecture="FlintForCausalLM",
+    settings=_flint_settings,
+    fields=_flint_fields,
+    rules=_flint_rules,
+    only={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1,
+          "norm_topk_prob": True},
+    unused=OF_BALANCE,
+    absent={"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 513,
+            "norm_topk_prob": True},
 )  # fmt: skip

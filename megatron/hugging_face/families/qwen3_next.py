@@ -180,8 +180,8 @@ def _lara_rules(settings: ModelDescription) -> list[WeightRule]:
     experts = expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")
     tensors = [f"{_HF}mlp.experts.{part}_proj" for part in ("gate_up", "down")]
     joined = joined_experts(settings.num_moe_experts or 1, *tensors)
-    rules = by_mlp(dense, with_shared_expert(with_others(experts, *joined)), settings)
-    rules = [rule for rule in rules if not rule.megatron_name.endswith(".gate_weight")]
+    experts = with_shared_expert(with_others(experts, *joined), has_gate=False)
+    rules = by_mlp(dense, experts, settings)
     return renamed(rules, {".linear_attn.norm.": ".linear_attn.out_norm."})
 
 

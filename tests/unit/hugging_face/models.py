@@ -327,6 +327,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_BESIDE_SHARED, "first_k_dense_replace": 0, "head_dim": 32,
          "attention_bias": True},
     ),
+    "flint": (
+        "FlintConfig",
+        {**_SIZES, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8,
+         "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3, "sliding_window": 7,
+         "mlp_only_layers": [0], "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
     "sarvam with experts": (
         "SarvamMoEConfig",
         {**_SIZES, **_BESIDE_SHARED, "head_dim": 16, "attention_bias": True, "pad_token_id": None},
