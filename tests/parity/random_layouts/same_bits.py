@@ -141,6 +141,8 @@ def main() -> int:
         for case in cases(flags.seed, flags.num, flags.having):
             if time.monotonic() - begin > flags.seconds:
                 break
+            if counts and counts.total() % 50 == 0:
+                print(f"so far {dict(counts)}", flush=True)
             if str(case.serial) not in of_one:
                 of_one[str(case.serial)] = execution.run(case.serial)
             one = of_one[str(case.serial)]
