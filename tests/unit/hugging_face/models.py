@@ -73,7 +73,7 @@ _QWEN3_5 = {
 }  # fmt: skip
 
 _GEMMA3N = {
-    **_SIZES, "pad_token_id": None, "head_dim": 32, "sliding_window": 7, "rms_norm_eps": 1e-3,
+    **_SIZES, "pad_token_id": None, "head_dim": 32, "sliding_window": 7, "rms_norm_eps": 1e-1,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB - 30, "laurel_rank": 8,
     "altup_num_inputs": 3, "altup_active_idx": 1, "final_logit_softcapping": 3.0,
     "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0, 0.7, 0.5],
@@ -673,7 +673,7 @@ def their_model(case: str) -> Any:
                 parameter.normal_(0, 0.5 if "conv1d" in name else 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "gemma4" in kind.lower() and name.endswith("q_norm.weight"):
+            if kind.startswith(("Gemma3n", "Gemma4")) and name.endswith("q_norm.weight"):
                 # Scores have no factor 1 / sqrt(d): the published weights of this norm contain it.
                 parameter.mul_(len(parameter) ** -0.5)
         for name, buffer in model.named_buffers():
