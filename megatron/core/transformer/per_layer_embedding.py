@@ -87,8 +87,11 @@ class PerLayerEmbedding(MegatronModule):
 
 
 class PerLayerInput(MegatronModule):
-    """The branch of a layer that adds the layer's vector to the residual stream. With AltUp it reads
-    the active stream times a learned vector, and is added to all streams but the first."""
+    """The branch of a layer that adds the layer's vector to the residual stream.
+
+    With AltUp the branch reads the active stream times a learned vector, and it is added to all
+    streams but the first.
+    """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)

@@ -141,8 +141,11 @@ class TransformerBlock(GraphableMegatronModule):
                 raise ConfigError(
                     "several residual streams with multi-token prediction on an earlier stage.",
                     rule="stages exchange all residual streams, and no contracted ones",
-                    flags=["--enable-mhc-connections", "--altup-num-inputs",
-                           "--pipeline-model-parallel-layout"],  # fmt: skip
+                    flags=[
+                        "--enable-mhc-connections",
+                        "--altup-num-inputs",
+                        "--pipeline-model-parallel-layout",
+                    ],  # fmt: skip
                     fix="put the letters m next to L",
                 )
             has_final_norm = layout.stage(pp_rank, vp_stage) == layout.mtp_stage

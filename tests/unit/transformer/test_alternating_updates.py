@@ -62,6 +62,11 @@ ALTUP = {
     "correction": "correction_coefs.weight", "norm.weight": "router_norm.weight",
 }  # fmt: skip
 
+LAUREL = {
+    "left.weight": "linear_left.weight", "right.weight": "linear_right.weight",
+    "norm.weight": "post_laurel_norm.weight",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_streams_are_predicted_and_corrected_as_in_transformers(is_trained):
@@ -73,7 +78,7 @@ def test_streams_are_predicted_and_corrected_as_in_transformers(is_trained):
     output = torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
     predicted, active = module(streams)
     corrected = module.corrected(predicted, output)
-    # In training Transformers clamps these weights in place, which hides their gradients' zeros.
+    # In training Transformers clamps the prediction's matrix in place: its gradients are not zero.
     their_predicted = expected.predict(to_theirs(streams))
     their_corrected = expected.correct(their_predicted, output.transpose(0, 1))
     assert_close(to_theirs(predicted), their_predicted, FP32_REORDERED_SUM, "predicted")
@@ -105,7 +110,9 @@ def test_added_streams_have_the_length_of_the_first_one():
     assert_close(cosine, torch.ones_like(cosine), FP32_REORDERED_SUM, "direction")
 
     other = torch.randn(LENGTH, BATCH, STREAMS, HIDDEN)
-    projected = torch.einsum("ohi,sboi->sboh", join.weight.unflatten(0, (-1, HIDDEN)), other[..., 1:, :])
+    projected = torch.einsum(
+        "ohi,sboi->sboh", join.weight.unflatten(0, (-1, HIDDEN)), other[..., 1:, :]
+    )
     factor = other[..., :1, :].square().mean(-1, True) / projected.square().mean(-1, True)
     mean = torch.cat((other[..., :1, :], projected * factor.sqrt()), -2).mean(-2)
     assert_close(join(other.flatten(-2)), mean, FP32_REORDERED_SUM, "mean")
@@ -124,8 +131,7 @@ def test_the_branch_of_low_rank_is_that_of_transformers():
     expected = theirs("LaurelBlock")
     groups = ProcessGroupCollection(tp=SINGLE_RANK)
     module = LowRankResidual(config_with(), groups)
-    copy(module, expected, {"left.weight": "linear_left.weight", "norm.weight":
-                            "post_laurel_norm.weight", "right.weight": "linear_right.weight"})  # fmt: skip
+    copy(module, expected, LAUREL)
     x, total = torch.randn(2, LENGTH, BATCH, HIDDEN).unbind()
     wanted = (total + expected(x)) / 2**0.5
     assert_close(module.added(total, x), wanted, FP32_REORDERED_SUM, "sum")
