@@ -217,7 +217,7 @@ MODELS: dict[str, Model] = {
     ),
     "alternating updates, vectors by layer": Model(
         ("ring", "sequence", "plain"),
-        {**_GATED, "altup_num_inputs": 2, "per_layer_embed_dim": 6, "per_layer_vocab_size": 20},
+        {**_GATED, "altup_num_inputs": 2, "per_layer_embed_dim": 6, "per_layer_vocab_size": 60},
     ),
     "sizes by layer": Model(
         ("ring", "heads", "sequence", "plain", "stages"),
