@@ -201,7 +201,8 @@ def _pieces(
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
     if any(rule.unit_dims):
         views = [_without_units(model, rule, *named) for named in zip(names, views, strict=True)]
-    rest, classes = views[0].shape[1:], model.settings.unpadded_vocab_size
+    rest = views[0].shape[1:]
+    classes = rule.num_vocabulary_rows or model.settings.unpadded_vocab_size
     if rule.has_vocabulary_rows and views[0].shape[0] != classes:
         raise _not_as_expected(
             model.path, f"{names[0]!r} has {views[0].shape[0]} rows for a vocabulary of {classes}"

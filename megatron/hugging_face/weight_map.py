@@ -55,6 +55,8 @@ class WeightRule:
     """Hugging Face's tensors are [in, out], Megatron's parameter is [out, in]."""
     has_vocabulary_rows: bool = False
     """There is a row for each token id; Megatron's parameter may have padding after them."""
+    num_vocabulary_rows: int | None = None
+    """Number of these rows; None: the number of token ids of the model."""
     num_experts: int | None = None
     """Megatron's parameter has a leading axis of this many experts. Ranges count rows through all
     experts: row i of expert e is e * rows + i."""
@@ -140,9 +142,11 @@ def transposed(megatron_name: str, hf_name: str) -> WeightRule:
     return WeightRule(megatron_name, (hf_name,), is_transposed=True)
 
 
-def vocabulary(megatron_name: str, hf_name: str) -> WeightRule:
-    """A tensor with a row for each token id."""
-    return WeightRule(megatron_name, (hf_name,), has_vocabulary_rows=True)
+def vocabulary(megatron_name: str, hf_name: str, num_rows: int | None = None) -> WeightRule:
+    """A tensor with a row for each token id, or for the first `num_rows` of them."""
+    return WeightRule(
+        megatron_name, (hf_name,), has_vocabulary_rows=True, num_vocabulary_rows=num_rows
+    )
 
 
 def concat(megatron_name: str, *hf_names: str) -> WeightRule:

@@ -188,7 +188,7 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
             if rule.num_experts is not None:
                 shape = (shape[0] * shape[1], *shape[2:])
             if rule.has_vocabulary_rows:
-                shape = (vocabulary, *shape[1:])
+                shape = (rule.num_vocabulary_rows or vocabulary, *shape[1:])
                 source = Source(source.tensor, source.layer, shape)
             rows = rule.row_map(settings, [shape[0] // len(hf_names)] * len(hf_names))
             heights = [

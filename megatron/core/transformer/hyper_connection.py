@@ -14,7 +14,6 @@ Legend: s local tokens of the sequence, b micro batch, h hidden, n streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,30 +24,6 @@ from torch import Tensor, nn
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def expand_streams(hidden_states: Tensor, config: TransformerConfig) -> Tensor:
-    """Return streams [s, b, n*h] that all equal the hidden states [s, b, h]; without
-    hyper-connections the hidden states."""
-    if not config.enable_mhc_connections:
-        return hidden_states
-    return hidden_states.repeat(1, 1, config.mhc_num_residual_streams)
-
-
-def stream_contraction(
-    config: TransformerConfig, tp_group: Group
-) -> Callable[[Tensor], Tensor] | None:
-    """Return what maps the streams [s, b, n*h] after the last layer to [s, b, h]; None without
-    hyper-connections."""
-    if not config.enable_mhc_connections:
-        return None
-    if config.mhc_learned_contraction:
-        return LearnedContraction(config, tp_group)
-    return partial(_mean_of_streams, num_streams=config.mhc_num_residual_streams)
-
-
-def _mean_of_streams(streams: Tensor, num_streams: int) -> Tensor:
-    return streams.unflatten(-1, (num_streams, -1)).mean(-2)
 
 
 class StreamWeights(ParallelLayer):

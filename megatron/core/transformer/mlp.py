@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import refuse_given
@@ -25,6 +26,7 @@ from megatron.core.process_groups_config import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.unit_products import copies
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transformer.activation_sparsity import above_quantile
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -150,7 +152,15 @@ class MLP(MegatronModule):
             return self.activate(intermediate, bias)
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]. Models may override it."""
+        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]. Models may override it.
+
+        Communication: with `activation_sparsity` the sums of `above_quantile`.
+        """
+        if share := self.config.activation_sparsity:
+            x = x if bias is None else x + bias
+            first, *others = x.chunk(1 + self.config.gated_linear_unit, -1)
+            sparse = above_quantile(first, share, self.pg_collection.tp)
+            x, bias = torch.cat((sparse, *others), -1) if others else sparse, None
         return gated(x, self.activation_func, self.config, bias=bias, is_expert=self.is_expert)
 
 

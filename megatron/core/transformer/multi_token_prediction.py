@@ -31,10 +31,10 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
-from megatron.core.transformer.hyper_connection import expand_streams, stream_contraction
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.residual_streams import stream_contraction, stream_expansion
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -111,6 +111,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             use_low_precision(layer, number, pg_collection)
             layers.append(layer)
         self.transformer_layer = layers[0] if len(layers) == 1 else LayersOfDepth(config, layers)
+        self.expansion = stream_expansion(config, pg_collection.tp)
         self.contraction = stream_contraction(config, pg_collection.tp)
         self.final_layernorm = norm()
 
@@ -118,8 +119,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         """Join hidden states and embedded tokens [s/cp, b, h] and run the layer."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
         projected, _ = self.eh_proj(in_compute_dtype(joined, self.config))
-        streams = expand_streams(projected, self.config)
-        output, _ = self.transformer_layer(streams, **attention)
+        output, _ = self.transformer_layer(self.expansion(projected), **attention)
         if self.contraction is not None:
             output = self.contraction(output)
         return in_compute_dtype(self.final_layernorm(output), self.config)

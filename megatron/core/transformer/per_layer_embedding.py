@@ -13,11 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer, device_of_parameters
+from megatron.core.topology.group import Group
+from megatron.core.transformer.alternating_updates import replicated_weight
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -73,6 +76,8 @@ class PerLayerEmbedding(MegatronModule):
         shape = (*hidden_states.shape[:2], config.num_layers, config.per_layer_embed_dim)
         # Transposed ids give [s, b]; with a reduce-scatter the table transposes them itself.
         ids = input_ids if config.sequence_parallel else input_ids.t()
+        if config.per_layer_vocab_size is not None:
+            ids = torch.where(ids < config.per_layer_vocab_size, ids, 0)
         factor = torch.tensor(config.per_layer_embed_dim**0.5, dtype=config.params_dtype)
         of_tokens = self.embeddings(ids).view(shape) * factor
         projected, _ = self.projection(in_compute_dtype(hidden_states, config))
@@ -82,7 +87,11 @@ class PerLayerEmbedding(MegatronModule):
 
 
 class PerLayerInput(MegatronModule):
-    """The branch of a layer that adds the layer's vector to the residual stream."""
+    """The branch of a layer that adds the layer's vector to the residual stream.
+
+    With AltUp the branch reads the active stream times a learned vector, and it is added to all
+    streams but the first.
+    """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
@@ -95,14 +104,35 @@ class PerLayerInput(MegatronModule):
             *sizes[::-1], config=config, init_method=config.output_layer_init_method, tp_group=tp
         )
         self.norm: Any = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+        if config.altup_num_inputs > 1:
+            self.scale = ScaledInput(config, tp_group=tp)
 
     def forward(self, hidden_states: Tensor, vector: Tensor) -> Tensor:
-        """Return hidden_states + norm(W (act(G hidden_states) * vector)), [s, b, h].
+        """Return hidden_states + norm(W (act(G hidden_states) * vector)), of the input's shape.
 
         Args:
+            hidden_states: [s, b, h]; with AltUp n streams, [s, b, n*h].
             vector: [s, b, p], the layer's part of `PerLayerEmbedding`.
         """
-        gate, _ = self.gate(in_compute_dtype(hidden_states, self.config))
-        projected, _ = self.projection(self.config.activation_func(gate) * vector)
-        added: Tensor = hidden_states + self.norm(projected)
-        return added
+        config, n = self.config, self.config.altup_num_inputs
+        x = hidden_states
+        if n > 1:
+            x = self.scale(x.unflatten(-1, (n, -1))[..., config.altup_active_idx, :])
+        gate, _ = self.gate(in_compute_dtype(x, config))
+        projected, _ = self.projection(config.activation_func(gate) * vector)
+        output: Tensor = self.norm(projected)
+        if n > 1:
+            output = F.pad(output.repeat(1, 1, n - 1), (config.hidden_size, 0))
+        return hidden_states + output
+
+
+class ScaledInput(ParallelLayer):
+    """A learned factor for each channel."""
+
+    def __init__(self, config: TransformerConfig, *, tp_group: Group) -> None:
+        super().__init__(config, tp_group=tp_group)
+        self.weight = replicated_weight(self, config.hidden_size, init_method=nn.init.ones_)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [s, b, h] times the factors."""
+        return x * self.weight.to(x.dtype)

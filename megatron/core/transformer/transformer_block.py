@@ -25,9 +25,13 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.captured_layer import captured_layers
-from megatron.core.transformer.hyper_connection import expand_streams, stream_contraction
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
+from megatron.core.transformer.residual_streams import (
+    equal_streams,
+    stream_contraction,
+    stream_expansion,
+)
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.sharded_state import replace_key_prefixes, sharded_state_dict_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
@@ -133,14 +137,19 @@ class TransformerBlock(GraphableMegatronModule):
         self.final_layernorm: nn.Module | None = None
         has_final_norm = post_process
         if layout.mtp_on_earlier_stage:
-            if config.enable_mhc_connections:
+            if config.num_residual_streams > 1:
                 raise ConfigError(
-                    "enable_mhc_connections with multi-token prediction on an earlier stage.",
+                    "several residual streams with multi-token prediction on an earlier stage.",
                     rule="stages exchange all residual streams, and no contracted ones",
-                    flags=["--enable-mhc-connections", "--pipeline-model-parallel-layout"],
+                    flags=[
+                        "--enable-mhc-connections",
+                        "--altup-num-inputs",
+                        "--pipeline-model-parallel-layout",
+                    ],  # fmt: skip
                     fix="put the letters m next to L",
                 )
             has_final_norm = layout.stage(pp_rank, vp_stage) == layout.mtp_stage
+        self.expansion = stream_expansion(config, self.pg_collection.tp) if pre_process else None
         self.contraction = (
             stream_contraction(config, self.pg_collection.tp) if has_final_norm else None
         )
@@ -153,8 +162,8 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Set the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism; with
-        hyper-connections all streams, [..., n*h])."""
+        """Set the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism; of
+        several residual streams all, [..., n*h])."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -198,7 +207,7 @@ class TransformerBlock(GraphableMegatronModule):
         Returns:
             hidden states of the same shape; on the last stage after the final norm, in the compute
             dtype. Earlier stages return the residual stream, fp32 with `fp32_residual_connection`,
-            and with hyper-connections all streams, [s, b, n*h].
+            and of several residual streams all, [s, b, n*h].
         """
         refuse_given(
             "TransformerBlock.forward",
@@ -213,8 +222,8 @@ class TransformerBlock(GraphableMegatronModule):
         )
         if not self.pre_process:
             hidden_states = self.input_tensor
-        elif hidden_states is not None:
-            hidden_states = expand_streams(hidden_states, self.config)
+        elif hidden_states is not None and self.expansion is not None:
+            hidden_states = self.expansion(hidden_states)
         if hidden_states is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         # A stage frees the data of its output after sending it, which a view could not do.
@@ -270,7 +279,7 @@ class TransformerBlock(GraphableMegatronModule):
                             hidden, mask, context, attention_bias=bias, **options
                         )
                     if place < len(added):
-                        states = expand_streams(added[place], self.config)
+                        states = equal_streams(added[place], self.config.num_residual_streams)
                         hidden = hidden + states.to(hidden.dtype)
                 return hidden, context
 
@@ -359,7 +368,7 @@ class TransformerBlock(GraphableMegatronModule):
             stored = f"{prefix}layers.{position}." if separate else f"{prefix}layers."
             replace_key_prefixes(part, {local: stored})
             declared.update(part)
-        for name in ("contraction", "final_layernorm"):
+        for name in ("expansion", "contraction", "final_layernorm"):
             part = getattr(self, name)
             if not isinstance(part, nn.Module):
                 continue

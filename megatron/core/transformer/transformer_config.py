@@ -135,12 +135,13 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
             fix="drop --cross-entropy-loss-fusion",
         )
-    if config.enable_mhc_connections and config.sends_both_stacks:
+    if config.num_residual_streams > 1 and config.sends_both_stacks:
+        flag = "--enable-mhc-connections" if config.enable_mhc_connections else "--altup-num-inputs"
         yield ConfigError(
-            "enable_mhc_connections with an encoder and a decoder.",
+            "several residual streams with an encoder and a decoder.",
             rule="a decoder reads the encoder's output as one stream",
-            flags=["--enable-mhc-connections", "--encoder-num-layers"],
-            fix="drop --enable-mhc-connections",
+            flags=[flag, "--encoder-num-layers"],
+            fix=f"drop {flag}",
         )
     if config.multi_latent_attention and (
         given := [
@@ -382,7 +383,8 @@ class TransformerConfig(
     @property
     def num_residual_streams(self) -> int:
         """Number of residual streams of a token."""
-        return self.mhc_num_residual_streams if self.enable_mhc_connections else 1
+        streams = self.mhc_num_residual_streams if self.enable_mhc_connections else 1
+        return max(streams, self.altup_num_inputs)
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""

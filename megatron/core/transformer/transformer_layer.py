@@ -31,9 +31,11 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.alternating_updates import AlternatingUpdates
 from megatron.core.transformer.config.stages import cp_comm_type_of_layer
 from megatron.core.transformer.hyper_connection import HyperConnection, Residual
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.low_rank_residual import LowRankResidual
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
@@ -156,6 +158,10 @@ class TransformerLayer(GraphableMegatronModule):
             self.self_attention_hyper_connection = HyperConnection(config, self.pg_collection.tp)
         if config.enable_mhc_connections and self.has_mlp:
             self.mlp_hyper_connection = HyperConnection(config, self.pg_collection.tp)
+        if config.altup_num_inputs > 1:
+            self.alternating_updates = AlternatingUpdates(config, self.pg_collection.tp)
+        if config.laurel_rank and self.has_mixer:
+            self.laurel = LowRankResidual(config, self.pg_collection)
         if self.norms_outputs:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
@@ -173,9 +179,11 @@ class TransformerLayer(GraphableMegatronModule):
 
         # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
-        # If a norm's output is also the residual or the MLP's input, it is read later: keep it.
+        # If a norm's output is also read by another branch or is the residual, keep it.
         recomputes_norms = config.recomputes("layernorm") and not (
-            config.apply_residual_connection_post_layernorm or config.share_parallel_norm
+            config.apply_residual_connection_post_layernorm
+            or config.share_parallel_norm
+            or config.laurel_rank
         )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
@@ -213,7 +221,7 @@ class TransformerLayer(GraphableMegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
-        With hyper-connections the hidden states are n streams, [..., n*h].
+        With hyper-connections or AltUp the hidden states are n streams, [..., n*h].
 
         Args:
             context: input of cross attention, returned unchanged.
@@ -232,6 +240,8 @@ class TransformerLayer(GraphableMegatronModule):
             fix="leave these out",
         )
         with self._rng_scope(hidden_states):
+            if self.config.altup_num_inputs > 1:
+                predicted, hidden_states = self.alternating_updates(hidden_states)
             layer_input = hidden_states
             normed = None
             if self.has_mixer:
@@ -258,6 +268,8 @@ class TransformerLayer(GraphableMegatronModule):
                     "token_ids": token_ids,
                 }
                 hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
+            if self.config.altup_num_inputs > 1:
+                hidden_states = self.alternating_updates.corrected(predicted, hidden_states)
             if vectors_of_layers is not None:
                 own = vectors_of_layers[:, :, self.layer_number - 1]
                 hidden_states = self.per_layer_input(hidden_states, own)
@@ -364,7 +376,10 @@ class TransformerLayer(GraphableMegatronModule):
         if self.norms_outputs:
             output = normed_branch(self.post_self_attn_layernorm, *output)
         residual = self._residual(residual, normed)
-        added, norm_of_sum = self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
+        norm = None if self.config.laurel_rank else self.pre_mlp_layernorm
+        added, norm_of_sum = self._add(self.self_attn_bda, output, residual, norm)
+        if self.config.laurel_rank:
+            added = self.laurel.added(added, normed.branch)
         return added, normed.output if self.config.share_parallel_norm else norm_of_sum
 
     def _forward_cross_attention(

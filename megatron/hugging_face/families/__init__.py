@@ -17,6 +17,7 @@ from megatron.hugging_face.families import (
     falcon_h1,
     gated_heads,
     gemma,
+    gemma3n,
     gemma4,
     glm,
     gpt2,
@@ -52,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_neox.GPT_NEOX,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    gemma3n.GEMMA3N,
     gemma4.GEMMA4,
     experts.MIXTRAL,
     experts.QWEN3_MOE,
@@ -111,6 +113,7 @@ _SAME_AS = {
 model."""
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text"},
+    "gemma3n": {"model_type": "gemma3n_text"},
     "gemma4": {"model_type": "gemma4_text"},
     "mistral3": {"model_type": "mistral"},
     "kimi_k25": {"model_type": "deepseek_v3"},
@@ -132,7 +135,8 @@ _OF_IMAGES = {
     "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
     "multimodal_projector_bias", "spatial_merge_size", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "audio_config", "boi_token_id", "eoi_token_id", "boa_token_id",
-    "eoa_token_id", "eoa_token_index", "audio_token_id",
+    "eoa_token_id", "eoa_token_index", "audio_token_id", "audio_soft_tokens_per_image",
+    "vision_soft_tokens_per_image",
     "projection_hidden_size", "projection_layer_norm_eps",
     "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
     "video_token_index", "merged_hidden_size", "projector_hidden_size",

@@ -120,7 +120,7 @@ def vector_rules(model: ModelDescription) -> list[WeightRule]:
     if not model.per_layer_embed_dim:
         return []
     table = "per_layer_embedding.embeddings.weight", "model.embed_tokens_per_layer.weight"
-    return [vocabulary(*table)] + [
+    return [vocabulary(*table, num_rows=model.per_layer_vocab_size)] + [
         identity(f"{here}.weight", f"{there}.weight") for here, there in _OF_VECTORS.items()
     ]
 

@@ -227,18 +227,26 @@ class ModelSize:
         return num_weights * (width + 1) + num_kinds
 
     def _connections(self, kind: LayerKind) -> tuple[int, int]:
-        """Parameters and products of a token in the hyper-connections of a layer's branches."""
-        config, n = self.config, self.config.mhc_num_residual_streams
+        """Parameters and products of a token in the hyper-connections of a layer's branches, or in
+        its alternating updates."""
+        config, n, h = self.config, self.config.num_residual_streams, self.config.hidden_size
+        if config.altup_num_inputs > 1:
+            # Two products with the router, the mixing matrix and its product, the correction.
+            products = 2 * n * h + n**3 + n**2 * h + n**2 + n * h
+            own = bool(config.per_layer_embed_dim) * h
+            return n * h + n**3 + n**2 + self._norm() + own, products
         if not config.enable_mhc_connections:
             return 0, 0
         mixes = config.mhc_sinkhorn_iterations > 0
         branches, weights = bool(kind.mixer) + bool(kind.mlp), 2 * n + mixes * n * n
-        products = weights * (n + 1) * config.hidden_size
+        products = weights * (n + 1) * h
         return branches * self._stream_parameters(weights, 2 + mixes), branches * products
 
     @property
     def _contraction_parameters(self) -> int:
         config = self.config
+        if config.altup_num_inputs > 1:  # of the expansion, too
+            return 2 * (config.altup_num_inputs - 1) * config.hidden_size**2
         learned = config.enable_mhc_connections and config.mhc_learned_contraction
         return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
 
@@ -259,6 +267,7 @@ class ModelSize:
             count += mixer.matrices(config.hidden_size) + mixer.token_products
         count += (kind.mixer, kind.mlp).count(LINEAR) * config.hidden_size**2
         count += 3 * config.hidden_size * config.per_layer_embed_dim  # with the model's projection
+        count += 2 * bool(kind.mixer) * config.hidden_size * config.laurel_rank
         if kind.mlp == DENSE:
             count += self._mlp_matrices(config.ffn_hidden_size or 0)
         elif kind.mlp == EXPERTS:
@@ -282,6 +291,8 @@ class ModelSize:
         count = kind.has_final_norm * self._norm() + self._connections(kind)[0]
         if config.share_parallel_norm and kind.mixer and kind.mlp:
             count -= self._norm()
+        if config.laurel_rank and kind.mixer:
+            count += 2 * config.hidden_size * config.laurel_rank + self._norm()
         if config.per_layer_embed_dim:
             count += 2 * config.hidden_size * config.per_layer_embed_dim + self._norm()
         square = config.hidden_size * (config.hidden_size + config.add_bias_linear)

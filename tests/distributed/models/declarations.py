@@ -210,6 +210,15 @@ MODELS: dict[str, Model] = {
         {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,
          "mtp_num_layers": 1},
     ),
+    "alternating updates": Model(
+        ("ring", "sequence", "plain", "stages"),
+        {**_GATED, "altup_num_inputs": 3, "altup_active_idx": 1, "altup_coef_clip": 0.1,
+         "laurel_rank": 4, "activation_sparsity": 0.5, "mtp_num_layers": 1},
+    ),
+    "alternating updates, vectors by layer": Model(
+        ("ring", "sequence", "plain"),
+        {**_GATED, "altup_num_inputs": 2, "per_layer_embed_dim": 6, "per_layer_vocab_size": 60},
+    ),
     "sizes by layer": Model(
         ("ring", "heads", "sequence", "plain", "stages"),
         {**_GATED, "num_query_groups": 4, "qk_l2_norm": True,

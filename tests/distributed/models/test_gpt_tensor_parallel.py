@@ -74,6 +74,10 @@ FAMILIES = {
         "normalization": "RMSNorm", "enable_mhc_connections": True, "mhc_num_residual_streams": 3,
         "mhc_init_gating_factor": 0.5, "mhc_learned_contraction": True,
     },
+    "alternating updates": {
+        "normalization": "RMSNorm", "altup_num_inputs": 3, "altup_active_idx": 1,
+        "altup_coef_clip": 0.1, "laurel_rank": 4, "activation_sparsity": 0.5,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -131,6 +135,11 @@ CASES = [
     ("compressed attention", False, 2, {"sequence_parallel": True}),
     ("compressed attention", True, 4, {"recompute_granularity": "selective"}),
     ("hyper-connections", False, 2, {"mhc_sinkhorn_iterations": 0}),
+    ("alternating updates", False, 2, {"gated_linear_unit": True}),
+    ("alternating updates", True, 4, {
+        "sequence_parallel": True, "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm", "mlp"],
+    }),
     ("hyper-connections", True, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",
         "recompute_modules": ["core_attn", "layernorm"],

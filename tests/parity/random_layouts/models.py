@@ -82,6 +82,11 @@ LAYERS = (
     Option("mhc-epsilon", {None: 2, 1e-3: 1}, given("enable-mhc-connections")),
     Option("mhc-post-magnitude", {None: 2, 1.5: 1}, given("enable-mhc-connections")),
     switch("mhc-learned-contraction", 0.5, given("enable-mhc-connections")),
+    Option("altup-num-inputs", {None: 9, 2: 1, 3: 1}, without("enable-mhc-connections")),
+    Option("altup-active-idx", {None: 1, 1: 1}, given("altup-num-inputs")),
+    Option("altup-coef-clip", {None: 1, 0.05: 1}, given("altup-num-inputs")),
+    Option("laurel-rank", {None: 9, 4: 1, 6: 1},
+           without("enable-mhc-connections", "use-parallel-residual")),
     switch("sandwich-norm", 0.1),
     Option("embedding-multiplier", {None: 7, 2.5: 1}),
     Option("residual-multiplier", {None: 7, 0.3: 1}),
@@ -327,6 +332,8 @@ MIXERS = (
     Option("num-kv-shared-layers", {None: 12, 1: 1, 2: 1},
            lambda s: number(s, "num-layers") > 2 and _passes_once(s)),
     Option("per-layer-embed-dim", {None: 12, 8: 1}, lambda s: _passes_once(s)),
+    Option("per-layer-vocab-size", {None: 1, 60: 1}, given("per-layer-embed-dim")),
+    Option("activation-sparsity", {None: 10, 0.3: 1, 0.8: 1}, without("num-experts")),
 )  # fmt: skip
 
 _BLOCKS = "heterogeneous-layers-config-encoded-json"

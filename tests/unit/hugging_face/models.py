@@ -72,6 +72,13 @@ _QWEN3_5 = {
     "linear_value_head_dim": 20,
 }  # fmt: skip
 
+_GEMMA3N = {
+    **_SIZES, "pad_token_id": None, "head_dim": 32, "sliding_window": 7, "rms_norm_eps": 1e-1,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB - 30, "laurel_rank": 8,
+    "altup_num_inputs": 3, "altup_active_idx": 1, "final_logit_softcapping": 3.0,
+    "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0, 0.7, 0.5],
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 _GRANITE = {
     **_SIZES, "pad_token_id": None, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
     "residual_multiplier": 0.7, "logits_scaling": 2.0,
@@ -156,6 +163,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {
              "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
              "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {**_GEMMA3N, "intermediate_size": [96, 96, 64, 96],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ),
+    "gemma3n, shared keys": (
+        "Gemma3nTextConfig",
+        {**_GEMMA3N, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "altup_active_idx": 0,
+         "vocab_size_per_layer_input": VOCAB, "altup_num_inputs": 4,
+         "activation_sparsity_pattern": [0.8] * 2 + [0.0] * 3,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention",
+                         "sliding_attention", "full_attention"]},
     ),
     "gemma4, keys as values": (
         "Gemma4TextConfig",
@@ -672,7 +694,7 @@ def their_model(case: str) -> Any:
                 parameter.normal_(0, 0.5 if "conv1d" in name else 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "gemma4" in kind.lower() and name.endswith("q_norm.weight"):
+            if kind.startswith(("Gemma3n", "Gemma4")) and name.endswith("q_norm.weight"):
                 # Scores have no factor 1 / sqrt(d): the published weights of this norm contain it.
                 parameter.mul_(len(parameter) ** -0.5)
         for name, buffer in model.named_buffers():

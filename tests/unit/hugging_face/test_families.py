@@ -185,6 +185,25 @@ def test_of_a_model_with_images_the_language_model_is_read(config, vision, case,
     assert any("encoder of images is left out" in note for note in open_model(tmp_path).notes)
 
 
+def test_of_a_gemma_3n_as_it_is_published_the_language_model_is_read(tmp_path):
+    theirs = saved("gemma3n", tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    text = json.loads(config.read_text())
+    whole = transformers.Gemma3nConfig(text_config=text)
+    config.write_text(whole.to_json_string(use_diff=False))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in load_file(file).items()
+    }
+    parts = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    tensors |= {f"model.{part}.weight": torch.zeros(2, 2) for part in parts}
+    save_file(tensors, file, {"format": "pt"})
+    ours, _ = our_model(tmp_path)
+    expected = theirs(tokens()).logits
+    assert_close(ours(tokens(), None, None)[..., :VOCAB], expected, FP32_REORDERED_SUM, "logits")
+    assert any("encoder of sound is left out" in note for note in open_model(tmp_path).notes)
+
+
 def published_kimi(directory):
     """Name fields and tensors as the files do that are published."""
     file, config = directory / "model.safetensors", directory / "config.json"

@@ -151,6 +151,10 @@ def test_parameters_of_published_models_are_counted(name):
         f"{COMPRESSED} --csa-compress-ratios [6,3,4] --csa-indexed-ratio 3 --qk-layernorm"
         " --normalization RMSNorm --disable-bias-linear",
         "--enable-mhc-connections --mtp-num-layers 1",
+        "--altup-num-inputs 3 --laurel-rank 4 --mtp-num-layers 1",
+        f"--altup-num-inputs 2 --laurel-rank 4 {MAMBA} --hybrid-layer-pattern *-M/*-",
+        "--altup-num-inputs 2 --per-layer-embed-dim 6 --per-layer-vocab-size 50"
+        " --normalization RMSNorm",
         "--enable-mhc-connections --mhc-sinkhorn-iterations 0 --mhc-learned-contraction"
         f" --mhc-num-residual-streams 3 {MAMBA} --hybrid-layer-pattern *-M/*-",
     ],

@@ -5,11 +5,8 @@ import torch
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.hyper_connection import (
-    HyperConnection,
-    expand_streams,
-    stream_contraction,
-)
+from megatron.core.transformer.hyper_connection import HyperConnection
+from megatron.core.transformer.residual_streams import stream_contraction, stream_expansion
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
@@ -100,7 +97,7 @@ def test_the_streams_are_contracted_as_in_transformers(family):
 def test_expanded_streams_have_the_hidden_states_as_their_mean():
     hidden_states = torch.randn(LENGTH, BATCH, HIDDEN)
     config = config_with()
-    streams = expand_streams(hidden_states, config)
+    streams = stream_expansion(config, SINGLE_RANK)(hidden_states)
     assert streams.shape == (LENGTH, BATCH, STREAMS * HIDDEN)
     assert_close(stream_contraction(config, SINGLE_RANK)(streams), hidden_states,
                  FP32_REORDERED_SUM, "mean")  # fmt: skip

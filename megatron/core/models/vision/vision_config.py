@@ -288,7 +288,7 @@ _OF_LANGUAGE = frozenset({
     "rotary_base_local",
     "rotary_interleaved", "mrope_section", "mrope_interleaved", "sandwich_norm",
     "use_parallel_residual", "embedding_multiplier", "residual_multiplier", "logits_scaling",
-    "enable_mhc_connections",
+    "enable_mhc_connections", "altup_num_inputs", "laurel_rank", "activation_sparsity",
     "attn_logit_softcapping", "final_logit_softcapping", "unpadded_vocab_size", "glu_linear_offset",
     "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
     "layernorm_zero_centered_gamma", "apply_query_key_layer_scaling", "num_moe_experts",

@@ -238,6 +238,7 @@ def _check(config: TransformerConfig) -> None:
             kind.is_sparse or kind.is_compressed for kind in config.layer_kinds()
         ),
         "--use-mup": config.use_mup,
+        "--altup-num-inputs": config.altup_num_inputs > 1,
     }
     wrong = [flag for flag, is_on in asked.items() if is_on]
     if wrong:

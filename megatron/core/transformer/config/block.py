@@ -95,12 +95,26 @@ class BlockConfig:
     mhc_learned_contraction: bool = flag(False, part_of="enable_mhc_connections")
     """Learn the weights of the streams in their sum before the final norm (DeepSeek-V4). Without it
     the sum is their mean."""
+    altup_num_inputs: int = flag(1, within=POSITIVE)
+    """Number of parallel residual streams of AltUp (arXiv 2301.13310, as in Gemma 3n). A layer runs
+    on one of them, and predicts and corrects all. 1: a plain residual stream."""
+    altup_active_idx: int = flag(0, part_of="altup_num_inputs", within=NOT_NEGATIVE)
+    """Number, from 0, of the stream that layers run on."""
+    altup_coef_clip: float | None = flag(None, part_of="altup_num_inputs", within=POSITIVE)
+    """Clamp the matrices of the coefficients of AltUp to this value in training. None does not
+    clamp."""
+    laurel_rank: int = flag(0, within=NOT_NEGATIVE)
+    """Rank of a learned residual branch beside the mixer of each layer (LAuReL, arXiv 2411.07501,
+    as in Gemma 3n). The sum of both and the residual stream is divided by the root of 2. 0: no
+    branch."""
     layer_scalar: bool = False
     """Multiply the output of each layer by a number of the checkpoint that training does not change
     (Gemma 4)."""
     per_layer_embed_dim: int = flag(0, within=NOT_NEGATIVE)
     """Width of the vectors of layers (Gemma 3n and 4). Each layer has its own vector of a token: a
     row of a second embedding table, added to a projection of the word embedding. 0: no vectors."""
+    per_layer_vocab_size: int | None = flag(None, part_of="per_layer_embed_dim", within=POSITIVE)
+    """Number of token ids in this table; later ids have the row of id 0 (Gemma 3n). None: all."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
@@ -124,6 +138,11 @@ class BlockConfig:
     mlp_factors: list[float] | None = flag(None, nargs="+")
     """Factors on the gate before the nonlinearity and on the input of the second matrix of a gated
     MLP (Falcon-H1). None: 1."""
+    activation_sparsity: float = flag(0.0, within=BELOW_ONE)
+    """Share of the activations of a dense MLP that are zero, about: before the nonlinearity, the
+    quantile of this share, of a normal distribution with the mean and the deviation of a token, is
+    subtracted, and the rest is cut off at zero (statistical top-k, arXiv 2506.06644, as in Gemma
+    3n). 0 keeps all."""
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = None
@@ -214,6 +233,7 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
             ],
             fix="drop --use-parallel-residual and --apply-residual-connection-post-layernorm",
         )
+    yield from _altup_problems(config)
     if config.mlp_factors is not None and (
         len(config.mlp_factors) != 2 or not config.gated_linear_unit
     ):
@@ -246,4 +266,32 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
             rule="a window is two numbers, left and right, each -1 (unlimited) or more",
             flags=["--window-size"],
             fix="use --window-size 4096,0 for a causal window",
+        )
+
+
+def _altup_problems(config: BlockConfig) -> Iterator[MegatronError]:
+    """Yield the problems of AltUp and of the residual branch of low rank."""
+    streams = {"--altup-num-inputs": config.altup_num_inputs > 1}
+    branch = {"--laurel-rank": config.laurel_rank > 0}
+    connections = {"--enable-mhc-connections": config.enable_mhc_connections}
+    for asked, excluded, rule in (
+        (streams, connections, "AltUp and hyper-connections each define the residual streams"),
+        (branch, connections | {"--use-parallel-residual": config.use_parallel_residual},
+         "the branch is added to the residual stream together with the mixer, before the MLP"),
+    ):  # fmt: skip
+        wrong = [flag for flag, is_on in excluded.items() if is_on]
+        if wrong and all(asked.values()):
+            yield ConfigError(
+                f"{', '.join(asked)} with {', '.join(wrong)}.",
+                rule=rule,
+                flags=[*asked, *wrong],
+                fix=f"drop {', '.join(wrong)}",
+            )
+    if config.altup_num_inputs > 1 and config.altup_active_idx >= config.altup_num_inputs:
+        yield ConfigError(
+            f"altup_active_idx={config.altup_active_idx} of altup_num_inputs="
+            f"{config.altup_num_inputs}.",
+            rule="streams are counted from 0",
+            flags=["--altup-active-idx", "--altup-num-inputs"],
+            fix="use --altup-active-idx 0",
         )

@@ -307,6 +307,10 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
                 "--moe-shared-expert-intermediate-size",
                 fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
             )
+    if config.activation_sparsity:
+        found = f"activation_sparsity={config.activation_sparsity} with experts."
+        rule = "experts keep all activations"
+        yield _problem(found, rule, "--activation-sparsity", fix="drop --activation-sparsity")
     if config.moe_shared_expert_overlap and (
         shared is None or config.moe_token_dispatcher_type == "allgather"
     ):

@@ -31,7 +31,8 @@ _OF_ATTENTION: Mapping[str, tuple[type | None, ...]] = {
     "rotary_base": _NUMBER, "rotary_percent": _NUMBER, "softmax_type": (str,),
     "attention_k_eq_v": (bool,),
 }  # fmt: skip
-_OF_DENSE = {"ffn_hidden_size": _COUNT, "intermediate_size": _COUNT, "ffn_mult": _NUMBER}
+_OF_DENSE = {"ffn_hidden_size": _COUNT, "intermediate_size": _COUNT, "ffn_mult": _NUMBER,
+             "activation_sparsity": _NUMBER}  # fmt: skip
 _OF_EXPERTS = {
     "num_moe_experts": _COUNT, "moe_ffn_hidden_size": _COUNT, "moe_router_topk": _COUNT,
     "moe_shared_expert_intermediate_size": _COUNT, "moe_activation_func_clamp_value": _NUMBER,
@@ -92,6 +93,8 @@ class Block:
                 "--num-experts and --moe-layer-freq choose the layers with experts, whose width is"
                 " moe_ffn_hidden_size",
             )
+        if (share := self.settings.get("activation_sparsity", 0.0)) >= 1:
+            yield _error(f"its block sets activation_sparsity={share}.", "it is below 1")
         width = self.settings.get("kv_channels", config.kv_channels)
         scales_all = config.softmax_scale is not None and "softmax_scale" not in self.settings
         if width != config.kv_channels and scales_all:
