@@ -306,6 +306,7 @@ class ModelSize:
         if kind.mlp == DENSE:
             width = config.ffn_hidden_size or 0
             count += self._mlp_matrices(width) + self._mlp_biases(width)
+            count += 2 * isinstance(config.activation_func, type)  # the scalars of xIELU
         elif kind.mlp == EXPERTS:
             biases = config.num_moe_experts or 0  # of the router
             if config.moe_latent_size:

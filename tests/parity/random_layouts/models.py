@@ -69,7 +69,7 @@ LAYERS = (
     Option("norm-epsilon", {None: 4, 1e-6: 1}),
     switch("apply-layernorm-1p", 0.15),
     Option("", {None: 3, "swiglu": 4, "geglu": 1, "quick-geglu": 1, "squared-relu": 1,
-                "openai-gelu": 1}),
+                "xielu": 1, "openai-gelu": 1}),
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
     Option("mlp-factors", {None: 10, (0.9, 0.6): 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),

@@ -533,6 +533,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0],
          "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.3},
     ),
+    "apertus": ("ApertusConfig", {**_SIZES, "rope_parameters": _LLAMA3_ROPE}),
     "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
     "olmo2": ("Olmo2Config", {**_SIZES, "pad_token_id": None, "rope_parameters": _PLAIN_ROPE}),
     "olmo3, stretched": (

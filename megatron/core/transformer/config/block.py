@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
@@ -119,8 +119,8 @@ class BlockConfig:
     """A bias in the QKV projection, also with --disable-bias-linear."""
     gated_linear_unit: bool = no_flag(False)
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
-    activation_func: Callable[[torch.Tensor], torch.Tensor] = no_flag(F.gelu)
-    """Nonlinearity of the MLP."""
+    activation_func: Callable[..., Any] = no_flag(F.gelu)
+    """Nonlinearity of the MLP: a function, or the class of a module with parameters of each MLP."""
     mlp_factors: list[float] | None = flag(None, nargs="+")
     """Factors on the gate before the nonlinearity and on the input of the second matrix of a gated
     MLP (Falcon-H1). None: 1."""
