@@ -358,6 +358,7 @@ class ModelSize:
         contractions = (1 + depths) * self._contraction_parameters
         rows = self.learned_positions + self.num_tokentypes
         embedding = self.head_matrix + rows * h + self.vision_parameters
+        embedding += self.config.embed_layernorm * self._norm()
         dense = h * (h + 1)
         head = 0 if self.is_tied else self.head_matrix
         head += self.has_word_head * (dense + self._norm() + self.vocab_size)

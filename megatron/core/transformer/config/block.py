@@ -32,7 +32,10 @@ class BlockConfig:
     """Implementation of the layers, unless a layer spec names it. Without Transformer Engine
     installed, the local layers are used."""
     normalization: str = flag("LayerNorm", choices=tuple(NORMS))
-    """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
+    """"LayerNorm" or "RMSNorm" (arXiv 1910.07467). Norms without weights have no parameters, as in
+    nanochat."""
+    embed_layernorm: bool = False
+    """Norm the word embeddings (BLOOM, arXiv 2211.05100, section 3.2.2)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
     """Added to the variance inside the norm."""
     layernorm_zero_centered_gamma: bool = flag(False, name="apply_layernorm_1p")
