@@ -163,19 +163,19 @@ class RecurrentMixer(MegatronModule):
             [s, b, n/tp, ...] each, fp32 or wider.
         """
 
-    @abstractmethod
     def recurrence(
         self,
         convolved: Sequence[Tensor],
         coefficients: Sequence[Tensor],
         documents: DocumentRows | None,
     ) -> Chunks:
-        """Return the recurrence over tokens, in chunks.
+        """Return the recurrence over tokens, in chunks; only `recur` calls it.
 
         Args:
             convolved: [s, b, g/tp, width], the parts of the projection after the convolution.
             coefficients: of the same tokens.
         """
+        raise NotImplementedError
 
     def entering(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the input of the convolution, [s, b, g/tp, width].
