@@ -21,6 +21,7 @@ from megatron.core.transformer.config.layer_kinds import (
     GATED_DELTA_NET,
     KIMI,
     MAMBA,
+    SHORT_CONV,
     SPARSE_ATTENTION,
     LayerKind,
 )
@@ -276,7 +277,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
                              ({SPARSE_ATTENTION}, "dsa_")):  # fmt: skip
         if not mixers & of_sizes:
             without_effect |= {n for n in _DEFAULTS if n.startswith(prefix)} - _OF_ALL_MIXERS
-    if not mixers & {GATED_DELTA_NET, KIMI, MAMBA, SPARSE_ATTENTION}:
+    if not mixers & {GATED_DELTA_NET, KIMI, MAMBA, SHORT_CONV, SPARSE_ATTENTION}:
         without_effect |= {"experimental_attention_variant", *_OF_ALL_MIXERS}
     if model.position_embedding_type != "mrope":
         without_effect |= {"mrope_section", "mrope_interleaved"}

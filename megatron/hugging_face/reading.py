@@ -199,6 +199,8 @@ def _pieces(
         return _alternating_pieces(model, rule, names, views)
     if rule.is_transposed:
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
+    if rule.is_number:
+        views = [_as_one_row(model, *named) for named in zip(names, views, strict=True)]
     if any(rule.unit_dims):
         views = [_without_units(model, rule, *named) for named in zip(names, views, strict=True)]
     rest = views[0].shape[1:]
@@ -228,6 +230,12 @@ def _pieces(
     each = height // count
     numbered = [((*divmod(place[0], each), *place[1:]), view) for place, view in pieces]
     return (count, each, *rest), numbered
+
+
+def _as_one_row(model: ModelDirectory, name: str, view: StoredView) -> StoredView:
+    if view.shape:
+        raise _not_as_expected(model.path, f"{name!r} has the shape {view.shape}")
+    return replace(view, shape=(1,), stride=(1,))
 
 
 def _without_units(

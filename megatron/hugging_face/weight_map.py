@@ -67,6 +67,8 @@ class WeightRule:
     """Layers with this parameter; None is all layers."""
     unit_dims: tuple[int, int] = (0, 0)
     """Number of dimensions of size 1 before and after the rows of Hugging Face's tensors."""
+    is_number: bool = False
+    """Hugging Face's tensor is a number without dimensions, Megatron's parameter is [1]."""
 
     def names(self, model: ModelDescription) -> list[tuple[str, tuple[str, ...]]]:
         """Return (Megatron's name, Hugging Face's names), for every layer."""

@@ -199,6 +199,8 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
                 shapes = [shape[::-1] for shape in shapes]
             before, after = rule.unit_dims
             shapes = [(*[1] * before, *shape, *[1] * after) for shape in shapes]
+            if rule.is_number:
+                shapes = [()] * len(shapes)
             names = tuple(full_name(name, family.prefixes[0]) for name in hf_names)
             groups.append(Group(megatron_name, rule, source, names, tuple(rows), tuple(shapes)))
     return groups
@@ -259,6 +261,8 @@ def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor
     rule = group.rule
     if rule.num_blocks is None:
         by_rows = out.t() if rule.is_transposed else out
+        if rule.is_number:
+            by_rows = out.view(1)
         if any(rule.unit_dims):
             before, after = rule.unit_dims
             by_rows = out.view(out.shape[before : out.dim() - after])
@@ -294,10 +298,11 @@ def _read_rows(group: Group, reader: SliceReader, begin: int, into: Tensor) -> N
 
 def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
     """Return the range of rows that equals a Hugging Face tensor; None if it needs several."""
-    runs = [rows for rows in group.rows if rows.source == index]
+    rule, runs = group.rule, [rows for rows in group.rows if rows.source == index]
+    if rule.is_transposed or rule.is_number or any(rule.unit_dims):
+        return None
     is_full = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
-    is_as_ours = not (group.rule.is_transposed or any(group.rule.unit_dims))
-    return runs[0] if is_full and is_as_ours else None
+    return runs[0] if is_full else None
 
 
 def _write_weights(

@@ -68,6 +68,8 @@ class ModelSettings(
     """SiLU-gated MLP (arXiv 2002.05202)."""
     squared_relu: bool = False
     """Squared ReLU as activation (arXiv 2109.08668)."""
+    xielu: bool = False
+    """xIELU as activation, with two learned scalars in each MLP (arXiv 2411.13010)."""
     relu: bool = False
     """ReLU as activation."""
     geglu: bool = False

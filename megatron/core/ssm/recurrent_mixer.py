@@ -84,6 +84,8 @@ class RecurrentMixer(MegatronModule):
 
     pg_collection: ProcessGroupCollection
     has_convolution_bias = False
+    has_activation = True
+    """SiLU follows the convolution."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class RecurrentMixer(MegatronModule):
             config=config,
             tp_group=tp,
             has_bias=self.has_convolution_bias,
+            has_activation=self.has_activation,
         )
         self.add_parameters(ParallelLayer(config, tp_group=tp))
         self.out_proj = build_module(
@@ -160,19 +163,47 @@ class RecurrentMixer(MegatronModule):
             [s, b, n/tp, ...] each, fp32 or wider.
         """
 
-    @abstractmethod
     def recurrence(
         self,
         convolved: Sequence[Tensor],
         coefficients: Sequence[Tensor],
         documents: DocumentRows | None,
     ) -> Chunks:
-        """Return the recurrence over tokens, in chunks.
+        """Return the recurrence over tokens, in chunks; only `recur` calls it.
 
         Args:
             convolved: [s, b, g/tp, width], the parts of the projection after the convolution.
             coefficients: of the same tokens.
         """
+        raise NotImplementedError
+
+    def entering(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the input of the convolution, [s, b, g/tp, width].
+
+        Args:
+            parts: [s, b, g/tp, width], all parts of the projection.
+        """
+        return torch.cat(tuple(parts[self.sizes.convolved]), -1)
+
+    def recur(
+        self,
+        convolved: Sequence[Tensor],
+        coefficients: Sequence[Tensor],
+        documents: DocumentRows | None,
+        pieces: SequencePieces,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the recurrence; see `recurrence` for the first arguments.
+
+        Args:
+            state: [b, ...] before the first token; None is zero.
+        Returns:
+            the outputs [s, b, n/tp, e] and the state after the last token.
+        Communication:
+            with a split sequence see `SequencePieces.states_before`.
+        """
+        chunks = self.recurrence(convolved, coefficients, documents)
+        return chunks.run(pieces.states_before(chunks) if pieces.is_split else state)
 
     @abstractmethod
     def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
@@ -257,7 +288,7 @@ class RecurrentMixer(MegatronModule):
         others = (*parts[: which.start], *parts[which.stop :])
         coefficients = self.coefficients(others)
         pieces = SequencePieces(self.pg_collection.microbatch_cp)
-        rows = pieces.fold(torch.cat(parts[which], -1).flatten(2))
+        rows = pieces.fold(self.entering(parts).flatten(2))
         state = None
         if context is None:
             before = pieces.rows_before(rows, taps - 1)
@@ -270,16 +301,15 @@ class RecurrentMixer(MegatronModule):
         convolved = self.conv1d(
             rows, before, None if ids is None else ids[:, -len(rows) - taps + 1 :]
         )
-        chunks = self.recurrence(
+        out, state = self.recur(
             convolved.unflatten(2, (self.num_blocks, -1)).split(widths, -1),
             [pieces.fold(x) for x in coefficients],
             None if ids is None else DocumentRows(ids[:, -len(rows) :], ids[:, -len(rows) - 1]),
+            pieces,
+            state,
         )
-        if pieces.is_split:
-            state = pieces.states_before(chunks)
-        out, state = chunks.run(state)
         if context is not None:
-            assert before is not None
+            assert before is not None and state is not None
             context.keep_states(self.layer_number, context.last_rows(before, rows), state)
         convolved = pieces.unfold(convolved).unflatten(2, (self.num_blocks, -1))
         out = self.leave(pieces.unfold(out), convolved.split(widths, -1), others)
@@ -344,12 +374,13 @@ def fill_taps(weight: Tensor) -> None:
 
 
 class ShortConvolution(ParallelLayer):
-    """Causal depthwise convolution, then SiLU; tensor-parallel ranks split the channels.
+    """Causal depthwise convolution, then an activation; tensor-parallel ranks split the channels.
 
     Args:
         channels: c, of all ranks together.
         taps: k; a token depends on itself and the k - 1 tokens before it.
         has_bias: add a bias per channel.
+        has_activation: SiLU follows.
     """
 
     def __init__(
@@ -360,8 +391,10 @@ class ShortConvolution(ParallelLayer):
         config: TransformerConfig,
         tp_group: Group,
         has_bias: bool = False,
+        has_activation: bool = True,
     ) -> None:
         super().__init__(config, tp_group=tp_group)
+        self.has_activation = has_activation
         width = divide(channels, tp_group.size())
         self.weight = self.new_parameter(width, 1, taps, init_method=fill_taps, split_dim=0)
         self.bias: nn.Parameter | None = None
@@ -377,4 +410,4 @@ class ShortConvolution(ParallelLayer):
         out = causal_convolution(x, self.weight.squeeze(1), before, ids)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
-        return F.silu(out).to(x.dtype)
+        return (F.silu(out) if self.has_activation else out).to(x.dtype)

@@ -88,11 +88,11 @@ class MLP(MegatronModule):
             pg_collection=self.pg_collection,
             stride=blocks,
         )
-        self.activation_func: Callable[[Tensor], Tensor] = (
-            build_module(submodules.activation_func)
-            if submodules.activation_func is not None
-            else config.activation_func
-        )
+        self.activation_func: Callable[[Tensor], Tensor] = config.activation_func
+        if submodules.activation_func is not None:
+            self.activation_func = build_module(submodules.activation_func)
+        elif isinstance(config.activation_func, type):
+            self.activation_func = config.activation_func(config, tp_group)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             ffn,

@@ -149,9 +149,25 @@ class RMSNorm(Norm):
     added_kernels = ADDED_NORM
 
 
+class RMSNormWithoutWeight(Norm):
+    """x / sqrt(mean(x^2) + eps) over the last dimension of x [..., h]."""
+
+    kernels = RMS_NORM
+    initial: ClassVar = {}
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """Return the factor on the normalised activations, [hidden_size]."""
+        return weight
+
+    def normalize(self, x: Tensor, *_parameters: Tensor) -> Tensor:
+        """Normalise x [..., h]."""
+        return super().normalize(x, torch.ones(x.shape[-1], dtype=x.dtype, device=x.device))
+
+
 NORMS: dict[str, type[Norm]] = {
     "LayerNorm": LayerNorm,
     "LayerNormWithoutBias": LayerNormWithoutBias,
     "RMSNorm": RMSNorm,
+    "RMSNormWithoutWeight": RMSNormWithoutWeight,
 }
 """The norms by name: the values of `--normalization`."""

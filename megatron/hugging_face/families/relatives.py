@@ -5,6 +5,7 @@ SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows
 ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
 zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
 InternLM3 and IQuest-Coder: a Llama under another name.
+Apertus: xIELU without a gate, and norms on query and key heads.
 Phi-3: one tensor of queries, keys and values, and one of gate and up.
 """
 
@@ -23,6 +24,7 @@ from megatron.hugging_face.weight_map import (
     WeightRule,
     fused_query_key_value,
     identity,
+    renamed,
     with_others,
 )
 
@@ -177,6 +179,19 @@ def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _apertus_rules(settings: ModelDescription) -> list[WeightRule]:
+    names = {"input_layernorm": "attention_layernorm",
+             "post_attention_layernorm": "feedforward_layernorm"}  # fmt: skip
+    activation = [
+        replace(
+            identity(f"{_MEGATRON}mlp.activation_func.{name}", f"{_HF}mlp.act_fn.{name}"),
+            is_number=name in ("beta", "eps"),
+        )
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    ]
+    return [*renamed(_without_gate(LLAMA.rules(settings)), names), *activation]
+
+
 def _relative(name: str, architecture: str, **changes: Any) -> Family:
     """Return a family that differs from Llama in some parts."""
     changes.setdefault("absent", {})
@@ -278,6 +293,20 @@ IQUESTCODER = _relative(
     only={**LLAMA.only, "use_sliding_window": False},
     absent={"num_key_value_heads": 8, "head_dim": 128},
 )
+APERTUS = _relative(
+    "apertus",
+    "Apertus",
+    settings=lambda config: replace(
+        LLAMA.settings(config), swiglu=False, xielu=True, qk_layernorm=True
+    ),
+    rules=_apertus_rules,
+    only={"hidden_act": "xielu", "attention_bias": False},
+    unused=("post_norm", "qk_norm", "mlp_bias"),
+    absent={"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }},
+)  # fmt: skip
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
@@ -301,4 +330,5 @@ FAMILIES = (
     STARCODER2,
     INTERNLM3,
     IQUESTCODER,
+    APERTUS,
 )

@@ -40,6 +40,7 @@ from megatron.core.transformer.config.layer_kinds import (
     KIMI,
     MAMBA,
     NOTHING,
+    SHORT_CONV,
     SPARSE_ATTENTION,
     LayerKind,
 )
@@ -100,10 +101,11 @@ _HALF = re.compile(
 _MIXER_OF_NAME = {
     "self_attention.D": MAMBA,
     "self_attention.decay_up_weight": KIMI,
-    "self_attention.in_proj.weight": GATED_DELTA_NET,
+    "self_attention.A_log": GATED_DELTA_NET,
+    "self_attention.in_proj.weight": SHORT_CONV,
     "self_attention.core_attention.indexer.linear_wk.weight": SPARSE_ATTENTION,
 }
-"""A tensor that only this mixer has, or, for Gated DeltaNet, no mixer after it."""
+"""A tensor that only this mixer has, or no mixer after it."""
 
 
 def read_from_halves(

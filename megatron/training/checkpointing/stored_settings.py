@@ -25,6 +25,7 @@ MODEL_SHAPE_ARGS = (
     "rotary_amplitude", "share_parallel_norm",
     "attention_gate_by_head", "attention_gate_activation", "activation_func_clamp_after",
     "attention_output_gate", "mla_gate_by_channel", "swiglu", "squared_relu", "relu",
+    "xielu", "embed_layernorm",
     "normalization", "norm_epsilon", "apply_layernorm_1p", "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by", "unpadded_vocab_size", "tokenizer_type", "tokenizer_model",
     "vocab_size", "vocab_file", "merge_file", "tokenizer_hf_no_include_special_tokens",

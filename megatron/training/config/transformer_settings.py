@@ -27,6 +27,7 @@ ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
     """Return the MLP's activation function and whether the MLP is gated."""
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+    from megatron.core.transformer.xielu import XIELU
 
     if model.swiglu:
         return F.silu, True
@@ -36,6 +37,8 @@ def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
         return fast_gelu, True
     if model.squared_relu:
         return squared_relu, False
+    if model.xielu:
+        return XIELU, False
     if model.relu:
         return F.relu, False
     if model.openai_gelu:

@@ -317,6 +317,7 @@ class ModelSize:
         if kind.mlp == DENSE:
             width = config.ffn_hidden_size or 0
             count += self._mlp_matrices(width) + self._mlp_biases(width)
+            count += 2 * isinstance(config.activation_func, type)  # the scalars of xIELU
         elif kind.mlp == EXPERTS:
             biases = config.num_moe_experts or 0  # of the router
             if config.moe_latent_size:
@@ -368,6 +369,7 @@ class ModelSize:
         contractions = (1 + depths) * self._contraction_parameters
         rows = self.learned_positions + self.num_tokentypes
         embedding = self.head_matrix + rows * h + self.vision_parameters
+        embedding += self.config.embed_layernorm * self._norm()
         dense = h * (h + 1)
         head = 0 if self.is_tied else self.head_matrix
         head += self.has_word_head * (dense + self._norm() + self.vocab_size)

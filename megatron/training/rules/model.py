@@ -127,6 +127,7 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
         "--geglu": model.geglu,
         "--quick-geglu": model.quick_geglu,
         "--squared-relu": model.squared_relu,
+        "--xielu": model.xielu,
         "--relu": model.relu,
         "--openai-gelu": model.openai_gelu,
     }

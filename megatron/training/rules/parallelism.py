@@ -346,7 +346,8 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
             reason = "the recurrence over a sequence is not cut into units"
         else:
             sizes = RECURRENT_MIXERS[name].sizes_of(config)
-            if any(n % (units * _ADAM_VECTOR) for n in (sizes.num_heads, sizes.channels)):
+            heads = sizes.num_heads if sizes.vector_parameters else 0
+            if any(n % (units * _ADAM_VECTOR) for n in (heads, sizes.channels)):
                 reason = (
                     f"the {sizes.num_heads} heads and {sizes.channels} channels of the convolution"
                     f" are not multiples of {units * _ADAM_VECTOR}, {_ADAM_VECTOR} in each unit"

@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("variant", ["gated_delta_net", "kda", "mamba2"])
+@pytest.mark.parametrize("variant", ["gated_delta_net", "kda", "mamba2", "short_conv"])
 @pytest.mark.parametrize(("cp", "length", "documents", "taps"), CASES)
 def test_outputs_and_gradients_are_those_of_one_process(variant, cp, length, documents, taps):
     case = (variant, length, documents, taps)

@@ -39,6 +39,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.low_rank_adapter import EXPERT_TARGETS, LoraConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.xielu import XIELU
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
 from megatron.core.utils import get_model_config
@@ -125,6 +126,15 @@ MODELS: dict[str, Model] = {
         ("ring", "sequence", "plain"),
         {**_GATED, "num_query_groups": 2, "attention_output_gate": True,
          "attention_gate_by_head": True, "attention_gate_activation": "softplus"},
+    ),
+    "xIELU and normed embeddings": Model(
+        ("ring", "sequence", "plain", "stages"),
+        {**_RMS, "activation_func": XIELU, "embed_layernorm": True}, tied=True,
+    ),
+    "norms without weights": Model(
+        ("sequence", "plain"),
+        {"normalization": "RMSNormWithoutWeight", "qk_layernorm": True, "embed_layernorm": True},
+        positions="learned_absolute",
     ),
     "fewer key heads than ranks": Model(
         ("sequence", "plain"), {**_RMS, "num_query_groups": 1, "qk_layernorm": True}
@@ -225,7 +235,7 @@ MODELS: dict[str, Model] = {
          "heterogeneous_layers_config_encoded_json": _SIZES_BY_LAYER},
     ),
     "mixers": Model(
-        _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",
+        _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGKS-/*-"}, positions="none",
         is_packed=True,
     ),
     "attention and mamba": Model(

@@ -65,11 +65,12 @@ LAYERS = (
     Option("mscale-all-dim", {None: 1, 0.5: 1},
            lambda s: "multi-latent-attention" in s and "rotary-scaling-factor" in s),
     Option("no-rope-freq", {None: 6, 2: 1}, _is_rotary),
-    Option("normalization", {None: 1, "RMSNorm": 1}),
+    Option("normalization", {None: 4, "RMSNorm": 4, "RMSNormWithoutWeight": 1}),
+    switch("embed-layernorm", 0.1),
     Option("norm-epsilon", {None: 4, 1e-6: 1}),
     switch("apply-layernorm-1p", 0.15),
     Option("", {None: 3, "swiglu": 4, "geglu": 1, "quick-geglu": 1, "squared-relu": 1,
-                "openai-gelu": 1}),
+                "xielu": 1, "openai-gelu": 1}),
     Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
     Option("mlp-factors", {None: 10, (0.9, 0.6): 1}, given(*GATED)),
     Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
@@ -249,6 +250,10 @@ def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) in ("mamba2", _BESIDE) or "M" in str(s.get("hybrid-layer-pattern", ""))
 
 
+def _is_short_convolution(s: Settings) -> bool:
+    return s.get(_VARIANT) == "short_conv" or "S" in str(s.get("hybrid-layer-pattern", ""))
+
+
 def has_attention(s: Settings) -> bool:
     """Return whether some layers attend, and some have an MLP."""
     if letters := s.get("hybrid-layer-pattern"):
@@ -281,7 +286,8 @@ MIXERS = (
     Option("csa-compress-rotary-base", {None: 1, 400: 1}, _is_compressed),
     Option("o-groups", {4: 3, 2: 1}, _is_compressed),
     Option("o-lora-rank", {6: 1, 8: 1}, _is_compressed),
-    Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
+    Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1,
+                     "short_conv": 1}, without(_VARIANT)),
     Option(_VARIANT, {None: 12, _BESIDE: 1},
            without(_VARIANT, "multi-latent-attention")),
     Option(_VARIANT, {None: 16, "dsa": 1}, without(_VARIANT, "multi-latent-attention")),
@@ -310,7 +316,8 @@ MIXERS = (
     Option("linear-attention-freq", {2: 3, 3: 1, None: 1},
            lambda s: _VARIANT in s and not _has_indexer(s)),
     *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
-                    "K-", "K*", "K-*E", "KGM-", "[*-]M-", "*E[ME]", "[*-][M-]")),
+                    "K-", "K*", "K-*E", "KGM-", "S-", "S*-E", "[S-][*E]", "[*-]M-", "*E[ME]",
+                    "[*-][M-]")),
     # Odd ones, and of several chunks.
     Option("seq-length", {None: 3, 15: 1, 20: 1, 72: 1, 140: 1},
            lambda s: _VARIANT in s or "hybrid-layer-pattern" in s),
@@ -319,7 +326,7 @@ MIXERS = (
     Option("linear-key-head-dim", {6: 1, 4: 1}, _is_delta),
     Option("linear-value-head-dim", {5: 1, 8: 1}, _is_delta),
     Option("linear-conv-kernel-dim", {None: 2, 2: 1, 1: 1},
-           lambda s: _is_delta(s) or _is_mamba(s)),
+           lambda s: _is_delta(s) or _is_mamba(s) or _is_short_convolution(s)),
     Option("mamba-num-groups", {4: 3, 8: 1}, _is_mamba),
     Option("mamba-num-heads", {8: 1, 16: 1}, _is_mamba),
     Option("mamba-head-dim", {5: 1, 8: 1}, _is_mamba),

@@ -85,7 +85,7 @@ def _is_covered(case: Case) -> bool:
     """Return whether the mode computes such a model: mixers have no units of the sequence."""
     settings = case.settings
     mixer = settings.get("experimental-attention-variant")
-    has_mixers = mixer is not None or set("MGK") & set(settings.get("hybrid-layer-pattern", ""))
+    has_mixers = mixer is not None or set("MGKS") & set(settings.get("hybrid-layer-pattern", ""))
     if any(name in settings for name in NOT_COVERED) or mixer == "attention_and_mamba2":
         return False
     return not (has_mixers and settings.get("context-parallel-size", 1) > 1)

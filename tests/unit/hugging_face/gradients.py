@@ -95,7 +95,9 @@ def _in_blocks(theirs: Tensor, num_blocks: int) -> Tensor:
     return theirs.unflatten(1, (-1, num_blocks)).transpose(1, 2).flatten(0, 2)
 
 
-_EXPERT = re.compile(r"(.*)\.(block_sparse_moe|mlp|ffn|mixer)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"(.*)\.(block_sparse_moe|mlp|feed_forward|ffn|mixer)\.experts\.(\d+)\.(\w+)\.weight"
+)
 _HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
 
 
@@ -106,10 +108,10 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
         layer, number, part = expert[1], int(expert[3]), expert[4]
         if expert[2] == "mixer":  # without a gate
             return names[f"{layer}.mixer.experts.{part}"].grad[number]
+        joined = f"{layer}.{'feed_forward' if expert[2] == 'feed_forward' else 'mlp'}.experts"
         if part not in _HALF:
-            return names[f"{layer}.mlp.experts.down_proj"].grad[number]
-        both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
-        return both.chunk(2)[_HALF[part]]
+            return names[f"{joined}.down_proj"].grad[number]
+        return names[f"{joined}.gate_up_proj"].grad[number].chunk(2)[_HALF[part]]
     of_all = re.fullmatch(r"(.*)\.moe\.(gate|up)_proj\.weight", name)
     if of_all is not None:
         both = names[f"{of_all[1]}.mlp.experts.gate_up_proj"].grad

@@ -99,6 +99,13 @@ _HEADS_BY_LAYER = {
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }  # fmt: skip
 
+_LFM2 = {
+    **{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "pad_token_id": None,
+    "norm_eps": 1e-2,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -576,6 +583,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0],
          "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.3},
     ),
+    "apertus": ("ApertusConfig", {**_SIZES, "rope_parameters": _LLAMA3_ROPE}),
+    "nanochat": ("NanoChatConfig", {**_SIZES, "pad_token_id": None}),
+    "lfm2": (
+        "Lfm2Config",
+        {**_LFM2, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.5},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**_LFM2, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "tie_word_embeddings": False},
+    ),
     "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
     "olmo2": ("Olmo2Config", {**_SIZES, "pad_token_id": None, "rope_parameters": _PLAIN_ROPE}),
     "olmo3, stretched": (
@@ -691,14 +709,14 @@ def their_model(case: str) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 # A channel of a convolution has four taps, not the width of the model.
-                parameter.normal_(0, 0.5 if "conv1d" in name else 0.08)
+                parameter.normal_(0, 0.5 if "conv1d" in name or "conv.conv" in name else 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if kind.startswith(("Gemma3n", "Gemma4")) and name.endswith("q_norm.weight"):
                 # Scores have no factor 1 / sqrt(d): the published weights of this norm contain it.
                 parameter.mul_(len(parameter) ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

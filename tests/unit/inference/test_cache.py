@@ -58,7 +58,7 @@ MODELS = {
     ),
     "letters": (
         TransformerConfig,
-        {"num_layers": 5, "hybrid_layer_pattern": "M*-MK", "mamba_num_groups": 2,
+        {"num_layers": 6, "hybrid_layer_pattern": "M*-MKS", "mamba_num_groups": 2,
          "mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_state_dim": 5,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
          "linear_value_head_dim": 5},

@@ -124,6 +124,8 @@ def test_parameters_of_published_models_are_counted(name):
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2 --mtp-num-layers 1"
         " --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
         "--num-experts 2 --swiglu --disable-bias-linear",
+        "--xielu --embed-layernorm --normalization RMSNorm",
+        "--embed-layernorm --normalization RMSNormWithoutWeight --qk-layernorm",
         "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 8"
         " --moe-branch-norms --moe-router-scales --sandwich-norm",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
@@ -131,7 +133,7 @@ def test_parameters_of_published_models_are_counted(name):
         " --group-query-attention --num-query-groups 2",
         f"{RECURRENT} --linear-attention-freq 2 --mtp-num-layers 1 --qk-layernorm",
         f"{MAMBA} --experimental-attention-variant mamba2 --linear-attention-freq 2 --swiglu",
-        f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*GK-M"
+        f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*GKS-M"
         " --num-experts 2 --moe-latent-size 12",
         f"{MAMBA} --hybrid-layer-pattern *--/ME/*- --num-experts 2",
         f"{MAMBA} --hybrid-layer-pattern M-*/*E --mtp-num-layers 2 --num-experts 2"

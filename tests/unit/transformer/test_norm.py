@@ -109,3 +109,19 @@ def test_an_unknown_norm_is_refused_with_the_known_ones():
     config.normalization = "BatchNorm"
     with pytest.raises(ConfigError, match="LayerNorm, LayerNormWithoutBias, RMSNorm"):
         WrappedTorchNorm(config, 16)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_norm_without_weight_divides_by_the_root_mean_square(is_exact):
+    config = make_config(
+        normalization="RMSNormWithoutWeight",
+        layout_invariant_mode=is_exact,
+        layernorm_zero_centered_gamma=True,
+    )
+    norm = WrappedTorchNorm(config, 16, EPSILON)
+    assert not list(norm.parameters())
+    x, grad = torch.randn(5, 2, 16, requires_grad=True), torch.randn(5, 2, 16)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
+    assert_close(norm(x), expected, FP32_REORDERED_SUM, "output")
+    ours, theirs = (torch.autograd.grad(y, x, grad)[0] for y in (norm(x), expected))
+    assert_close(ours, theirs, FP32_REORDERED_SUM, "input gradient")

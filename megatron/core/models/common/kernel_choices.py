@@ -17,7 +17,7 @@ from megatron.core.low_precision.quantized_linear import BLOCK_SCALES, LOW_PRECI
 from megatron.core.low_precision.recipes import Operand
 from megatron.core.low_precision.scaling import TensorScaling
 from megatron.core.models.common.language_module.language_module import LOSS, asked_loss, loss_needs
-from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
+from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA, SHORT_CONV
 from megatron.core.transformer.config.stages import cp_comm_type_of_layer
 from megatron.core.transformer.dot_product_attention import asked_backend
 from megatron.core.transformer.low_precision_layers import recipe_of
@@ -29,6 +29,7 @@ _RECURRENCES = {
     GATED_DELTA_NET: "gated delta rule",
     KIMI: "delta rule of channels",
     MAMBA: "state-space dual",
+    SHORT_CONV: "short convolution",
 }
 
 
@@ -115,7 +116,8 @@ def kernel_choices(
         if kind.recurrence:
             by_mixer.setdefault(kind.recurrence, []).append(layer)
     for mixer, layers in by_mixer.items():
-        lines.append(KernelLine(f"{_RECURRENCES[mixer]}, layers {_ranges(layers)}", "chunks"))
+        kernel = "taps" if mixer == SHORT_CONV else "chunks"
+        lines.append(KernelLine(f"{_RECURRENCES[mixer]}, layers {_ranges(layers)}", kernel))
     if config.gated_linear_unit:
         clamp, clamps_after = config.activation_func_clamp_value, config.activation_func_clamp_after
         gate = Gate(config.activation_func, clamp, config.glu_linear_offset, clamps_after)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
@@ -32,7 +32,10 @@ class BlockConfig:
     """Implementation of the layers, unless a layer spec names it. Without Transformer Engine
     installed, the local layers are used."""
     normalization: str = flag("LayerNorm", choices=tuple(NORMS))
-    """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
+    """"LayerNorm" or "RMSNorm" (arXiv 1910.07467). Norms without weights have no parameters, as in
+    nanochat."""
+    embed_layernorm: bool = False
+    """Norm the word embeddings (BLOOM, arXiv 2211.05100, section 3.2.2)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
     """Added to the variance inside the norm."""
     layernorm_zero_centered_gamma: bool = flag(False, name="apply_layernorm_1p")
@@ -133,8 +136,8 @@ class BlockConfig:
     """A bias in the QKV projection, also with --disable-bias-linear."""
     gated_linear_unit: bool = no_flag(False)
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
-    activation_func: Callable[[torch.Tensor], torch.Tensor] = no_flag(F.gelu)
-    """Nonlinearity of the MLP."""
+    activation_func: Callable[..., Any] = no_flag(F.gelu)
+    """Nonlinearity of the MLP: a function, or the class of a module with parameters of each MLP."""
     mlp_factors: list[float] | None = flag(None, nargs="+")
     """Factors on the gate before the nonlinearity and on the input of the second matrix of a gated
     MLP (Falcon-H1). None: 1."""

@@ -14,6 +14,7 @@ from megatron.core.foundation.errors import ConfigError
 
 ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION = "attention", "dsa", "dsv4_hybrid"
 GATED_DELTA_NET, KIMI, MAMBA = "gated_delta_net", "kda", "mamba2"
+SHORT_CONV = "short_conv"
 ATTENTION_AND_MAMBA = "attention_and_mamba2"
 _ATTENTIONS = (ATTENTION, SPARSE_ATTENTION, COMPRESSED_ATTENTION, ATTENTION_AND_MAMBA)
 DENSE, EXPERTS = "dense", "experts"
@@ -86,6 +87,7 @@ LETTERS = {
     "M": LayerKind(MAMBA, NOTHING),
     "G": LayerKind(GATED_DELTA_NET, NOTHING),
     "K": LayerKind(KIMI, NOTHING),
+    "S": LayerKind(SHORT_CONV, NOTHING),
     "*": LayerKind(ATTENTION, NOTHING),
     "+": LayerKind(ATTENTION, NOTHING),
     "D": LayerKind(SPARSE_ATTENTION, NOTHING),
@@ -104,7 +106,7 @@ KINDS = LETTERS | {
 }
 """Letters, and groups such as [*-], which are one layer with the mixer and the MLP."""
 _FLAG = "--hybrid-layer-pattern"
-_EXAMPLE = "use letters of M, G, K, D, W, C, H, *, +, - and E, for example M-M*-|M-[M-]"
+_EXAMPLE = "use letters of M, G, K, S, D, W, C, H, *, +, - and E, for example M-M*-|M-[M-]"
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,11 @@ def hybrid_pattern(text: str) -> HybridPattern:
         raise ConfigError(
             f"hybrid_layer_pattern={text!r} has"
             f" {', '.join(unknown) or ('no layer after /' if has_layers else 'no layer')}.",
-            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
-            " sparse attention, W, C and H attention to a window and to no, to chosen or to all"
-            " compressed entries, * attention, + attention with latents, - MLP, E experts; [*-] is"
-            " one layer with the mixer and the MLP; | separates pipeline stages, / precedes the"
-            " layers that predict a later token",
+            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, S"
+            " short convolution, D sparse attention, W, C and H attention to a window and to no, to"
+            " chosen or to all compressed entries, * attention, + attention with latents, - MLP, E"
+            " experts; [*-] is one layer with the mixer and the MLP; | separates pipeline stages,"
+            " / precedes the layers that predict a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )

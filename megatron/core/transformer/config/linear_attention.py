@@ -20,6 +20,7 @@ from megatron.core.transformer.config.layer_kinds import (
     GATED_DELTA_NET,
     KIMI,
     MAMBA,
+    SHORT_CONV,
     SPARSE_ATTENTION,
     HybridPattern,
     LayerKind,
@@ -36,19 +37,21 @@ MIXER_OF_VARIANT = {
     "gdn": GATED_DELTA_NET,
     "kda": KIMI,
     "mamba2": MAMBA,
+    "short_conv": SHORT_CONV,
     "attention_and_mamba2": ATTENTION_AND_MAMBA,
     "dsa": SPARSE_ATTENTION,
     "dsv4_hybrid": COMPRESSED_ATTENTION,
 }
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
-_NOT_HERE = "use gated_delta_net, kda, mamba2, attention_and_mamba2, dsa or dsv4_hybrid"
+_NOT_HERE = "use gated_delta_net, kda, mamba2, short_conv, dsa or dsv4_hybrid"
 _VARIANT = "experimental_attention_variant"
 _MIXER = _VARIANT, "hybrid_layer_pattern"
 
 
 @dataclass
 class LinearAttentionConfig(LayerSizesConfig):
-    """Layers whose mixer is a recurrence: Gated DeltaNet, Kimi Delta Attention, Mamba-2."""
+    """Layers whose mixer is a recurrence (Gated DeltaNet, Kimi Delta Attention, Mamba-2) or a short
+    convolution."""
 
     experimental_attention_variant: str | None = flag(
         None,
@@ -60,12 +63,14 @@ class LinearAttentionConfig(LayerSizesConfig):
             "gated_delta_net",
             "kda",
             "mamba2",
+            "short_conv",
             "attention_and_mamba2",
         ),
         refuse_values={"gdn2": _NOT_HERE},
     )
     """Mixer of the layers of --linear-attention-freq: gated_delta_net, for short gdn (arXiv
     2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060),
+    short_conv, a short convolution between two gates (LFM2, arXiv 2511.23404),
     attention_and_mamba2, the sum of attention and Mamba-2 (arXiv 2507.22448), dsa, attention with
     latents to the keys that an indexer chooses (arXiv 2512.02556), or dsv4_hybrid, attention to a
     window and to compressed entries (DeepSeek-V4)."""
@@ -78,11 +83,11 @@ class LinearAttentionConfig(LayerSizesConfig):
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
-    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts. A group such as [*-] is
-    one layer with a mixer and an MLP, | separates pipeline stages, / precedes the layers that
-    predict a later token: "M-M*-|M-[M-]/*E/*E"."""
+    Kimi Delta Attention, S short convolution, D sparse attention, * attention, - MLP, E experts. A
+    group such as [*-] is one layer with a mixer and an MLP, | separates pipeline stages, / precedes
+    the layers that predict a later token: "M-M*-|M-[M-]/*E/*E"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_MIXER, within=POSITIVE)
-    """Taps of the causal convolution before the recurrence."""
+    """Taps of the causal convolution, before the recurrence or alone."""
     linear_key_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of a query and key head of Gated DeltaNet, and of Kimi Delta Attention."""
     linear_value_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
@@ -235,6 +240,16 @@ def linear_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
             rule="the attention beside Mamba-2 has no latents",
             flags=["--experimental-attention-variant", "--multi-latent-attention"],
             fix="drop --multi-latent-attention",
+        )
+    blocks = math.gcd(config.hidden_size, config.num_attention_heads)
+    if SHORT_CONV in mixers and blocks % tp:
+        yield ConfigError(
+            f"short convolutions of {blocks} blocks of channels cannot be split over"
+            f" tensor-parallel size {tp}.",
+            rule="the number of blocks is the greatest common divisor of width and attention heads,"
+            " and each tensor-parallel rank owns whole blocks",
+            flags=["--num-attention-heads", "--tensor-model-parallel-size"],
+            fix=f"use --tensor-model-parallel-size {best_divisor(blocks, tp)}",
         )
     if MAMBA in mixers:
         groups, heads = config.mamba_num_groups, config.mamba_num_heads or 0

@@ -22,10 +22,11 @@ from megatron.core.process_groups_config import (
 from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from megatron.core.tensor_parallel.parallel_parameters import empty_parameter
+from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters, empty_parameter
 from megatron.core.tensor_parallel.vocab_embedding import exact_rows
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -73,6 +74,17 @@ class LanguageModelEmbedding(MegatronModule):
             tp_group=self.tp_group,
             pg_collection=self.pg_collection,
         )
+        if config.embed_layernorm:
+            self.word_norm = NORMS[config.normalization](
+                config.hidden_size,
+                config.layernorm_epsilon,
+                # After a reduce-scatter a rank norms s/tp tokens, otherwise all of them.
+                sequence_parallel=self.reduce_scatter_embeddings,
+                zero_centered_gamma=config.layernorm_zero_centered_gamma,
+                is_exact=config.layout_invariant_mode,
+                dtype=config.params_dtype,
+                device=device_of_parameters(config),
+            )
         if self.add_position_embedding:
             self.position_embeddings = self._table(max_sequence_length)
         self.num_tokentypes = num_tokentypes
@@ -100,7 +112,9 @@ class LanguageModelEmbedding(MegatronModule):
         if self.config.use_mup:
             factor *= self.config.mup_embedding_mult
         # Round the factor to the dtype of the weights, as in the training of published models.
-        return words if factor == 1.0 else words * torch.tensor(factor, dtype=words.dtype)
+        if factor != 1.0:
+            words = words * torch.tensor(factor, dtype=words.dtype)
+        return self.word_norm(words) if self.config.embed_layernorm else words
 
     def embed_words(self, input_ids: Tensor) -> Tensor:
         """Embed without positions and dropout: [b, s/cp] -> [s/cp, b, h] ([s/cp/tp, b, h])."""
