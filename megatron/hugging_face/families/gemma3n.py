@@ -21,6 +21,9 @@ _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _SAME = ("final_logit_softcapping", "num_kv_shared_layers", "altup_num_inputs", "altup_active_idx",
          "altup_coef_clip", "laurel_rank")  # fmt: skip
 _NAMES = {name: name for name in _SAME} | {"hidden_size_per_layer_input": "per_layer_embed_dim"}
+_BY_LAYER = {
+    "intermediate_size": "ffn_hidden_size", "activation_sparsity_pattern": "activation_sparsity",
+}  # fmt: skip
 _OF_STREAMS = {
     "alternating_updates.router": "altup.modality_router.weight",
     "alternating_updates.prediction": "altup.prediction_coefs.weight",
@@ -38,37 +41,34 @@ def _settings(config: ConfigFields) -> ModelDescription:
     if isinstance(widths, int):
         widths = [widths] * config.take("num_hidden_layers")
     model = gated_settings(config.with_fields({"intermediate_size": widths[0]}))
-    count, vocabulary = model.num_layers, model.unpadded_vocab_size
-    usual = [0.95 if n < 10 < count else 0.0 for n in range(count)]
-    rows = config.take("vocab_size_per_layer_input")
-    if rows > vocabulary or config.take("altup_num_inputs") < 2:
-        config.only("vocab_size_per_layer_input", vocabulary)
+    count, rows = model.num_layers, config.take("vocab_size_per_layer_input")
+    if config.take("altup_num_inputs") < 2:
         config.only("altup_num_inputs", 2, 3, 4)
     model = replace(
         with_window(model, config, [(n + 1) % 5 != 0 for n in range(count)]),
         **config.take_all(_NAMES, altup_coef_clip=None, final_logit_softcapping=None),
-        per_layer_vocab_size=None if rows == vocabulary else rows,
+        per_layer_vocab_size=rows if rows < model.unpadded_vocab_size else None,
         group_query_attention=True, geglu=True, sandwich_norm=True, qk_layernorm=True,
         v_l2_norm=True, softmax_scale=1.0, embedding_multiplier=model.hidden_size**0.5,
     )  # fmt: skip
     model = with_rope_by_window(
         model, config, base=1e6, local_base=1e4, local_base_name="rope_local_base_freq"
     )
-    sparsity = config.take("activation_sparsity_pattern", usual)
-    own = [{"ffn_hidden_size": width, "activation_sparsity": share}
-           for width, share in zip(widths, sparsity, strict=True)]  # fmt: skip
-    return with_blocks(model, [{}] * count, own)
+    usual = [0.95 if n < 10 < count else 0.0 for n in range(count)]
+    shares = config.take("activation_sparsity_pattern", usual)
+    sizes = [dict(zip(_BY_LAYER.values(), own, strict=True))
+             for own in zip(widths, shares, strict=True)]  # fmt: skip
+    return with_blocks(model, [{}] * count, sizes)
 
 
 def _fields(model: ModelDescription) -> dict[str, Any]:
-    layers = [model.of_layer(n + 1) for n in range(model.num_layers)]
+    layers = [model.of_layer(n + 1).fields(_BY_LAYER) for n in range(model.num_layers)]
     return {
         **LLAMA.fields(model),
         **window_fields(model),
         **model.fields(_NAMES),
         "rope_local_base_freq": float(model.rotary_base_local or model.rotary_base),
-        "intermediate_size": [layer.ffn_hidden_size for layer in layers],
-        "activation_sparsity_pattern": [layer.activation_sparsity for layer in layers],
+        **{name: [layer[name] for layer in layers] for name in _BY_LAYER},
         "vocab_size_per_layer_input": model.per_layer_vocab_size or model.unpadded_vocab_size,
     }
 

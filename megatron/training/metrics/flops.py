@@ -46,7 +46,8 @@ def forward_flops_per_token(size: ModelSize) -> float:
         elif kind.attends:
             scores += _keys(own, layer) * own.score_width + _entry_scores(own, kind)
     products += depths * 2 * h**2  # a depth joins two inputs
-    products += (1 + depths) * size.head_matrix + size.has_word_head * h**2
+    products += (1 + depths) * (size.head_matrix + size.stream_projections)
+    products += size.has_word_head * h**2
     return 2 * (products + scores)
 
 

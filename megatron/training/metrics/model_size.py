@@ -232,7 +232,7 @@ class ModelSize:
         config, n, h = self.config, self.config.num_residual_streams, self.config.hidden_size
         if config.altup_num_inputs > 1:
             # Two products with the router, the mixing matrix and its product, the correction.
-            products = 2 * n * h + n**3 + n**2 * h + n**2 + n * h
+            products = 2 * n * h + n**3 + n**2 * h + n**2
             own = bool(config.per_layer_embed_dim) * h
             return n * h + n**3 + n**2 + self._norm() + own, products
         if not config.enable_mhc_connections:
@@ -243,10 +243,13 @@ class ModelSize:
         return branches * self._stream_parameters(weights, 2 + mixes), branches * products
 
     @property
+    def stream_projections(self) -> int:
+        """Elements of the matrices that make the streams of AltUp and join them."""
+        return 2 * (self.config.altup_num_inputs - 1) * self.config.hidden_size**2
+
+    @property
     def _contraction_parameters(self) -> int:
         config = self.config
-        if config.altup_num_inputs > 1:  # of the expansion, too
-            return 2 * (config.altup_num_inputs - 1) * config.hidden_size**2
         learned = config.enable_mhc_connections and config.mhc_learned_contraction
         return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
 
@@ -366,7 +369,7 @@ class ModelSize:
             own
         )
         joins = depths * (2 * h**2 + 3 * self._norm())
-        contractions = (1 + depths) * self._contraction_parameters
+        contractions = (1 + depths) * (self._contraction_parameters + self.stream_projections)
         rows = self.learned_positions + self.num_tokentypes
         embedding = self.head_matrix + rows * h + self.vision_parameters
         embedding += self.config.embed_layernorm * self._norm()

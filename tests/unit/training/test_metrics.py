@@ -196,6 +196,7 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
         "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 2"
         " --untie-embeddings-and-output-weights",
         "--window-size 5,0",
+        "--altup-num-inputs 3 --laurel-rank 4 --swiglu --mtp-num-layers 1",
         "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6"
         " --qk-pos-emb-head-dim 4 --v-head-dim 5",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --mtp-num-layers 1",
