@@ -130,7 +130,8 @@ LAYERS = (
     switch("attention-softmax-in-fp32", 0.1),
     Option("init-method-std", {0.1: 4, 0.02: 1, None: 1}),
     switch("init-method-xavier-uniform", 0.06),
-    Option("mtp-num-layers", {None: 7, 1: 1, 2: 1}, without("rotary-base-local", "embed-layernorm")),
+    Option("mtp-num-layers", {None: 7, 1: 1, 2: 1},
+           without("rotary-base-local", "embed-layernorm")),
     switch("mtp-use-repeated-layer", 0.4, lambda s: s.get("mtp-num-layers") == 2),
     Option("mtp-loss-scaling-factor", {None: 1, 0.5: 1}, given("mtp-num-layers")),
 )  # fmt: skip
