@@ -24,19 +24,21 @@ _INITIAL_SLOPE, _BETA, _EPS = 0.8, 0.5, -1e-6
 
 
 class _Xielu(torch.autograd.Function):
-    """xIELU of x [...] for p and n that broadcast to x; backward recomputes from x."""
+    """xIELU of x [...] in the dtype of p and n, which broadcast to x; backward reads x alone."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, slope_p: Tensor, slope_n: Tensor, beta: Tensor, eps: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, slope_p, slope_n, beta, eps)
-        curve = torch.where(x > 0, slope_p * x * x, slope_n * (torch.expm1(x.clamp(max=eps)) - x))
-        return curve.add_(x * beta)
+        wide = x.to(slope_p.dtype)
+        below = slope_n * (torch.expm1(wide.clamp(max=eps)) - wide)
+        return torch.where(x > 0, slope_p * wide * wide, below).add_(wide * beta).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, slope_p, slope_n, beta, eps = ctx.saved_tensors
+        own, slope_p, slope_n, beta, eps = ctx.saved_tensors
+        x, grad = own.to(slope_p.dtype), grad.to(slope_p.dtype)
         is_positive, power = x > 0, torch.expm1(x.clamp(max=eps))
         # Below eps the derivative of exp(x) - 1 - x is exp(x) - 1, above it -1.
         slope = torch.where(
@@ -44,7 +46,7 @@ class _Xielu(torch.autograd.Function):
         )
         of_p = torch.where(is_positive, grad * x * x, 0.0).sum_to_size(slope_p.shape)
         of_n = torch.where(is_positive, 0.0, grad * (power - x)).sum_to_size(slope_n.shape)
-        return grad * (slope + beta), of_p, of_n, None, None
+        return (grad * (slope + beta)).to(own.dtype), of_p, of_n, None, None
 
 
 class XIELU(ParallelLayer):
@@ -87,5 +89,5 @@ class XIELU(ParallelLayer):
             alphas = [a.to(wide) for a in (self.alpha_p, self.alpha_n)]
         beta, eps = self.beta.to(wide), self.eps.to(wide)
         slope_p, slope_n = F.softplus(alphas[0]), beta + F.softplus(alphas[1])
-        activated: Tensor = _Xielu.apply(x.to(wide), slope_p, slope_n, beta, eps)
-        return activated.to(x.dtype)
+        activated: Tensor = _Xielu.apply(x, slope_p, slope_n, beta, eps)
+        return activated

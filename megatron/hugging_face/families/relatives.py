@@ -302,7 +302,7 @@ APERTUS = _relative(
     rules=_apertus_rules,
     only={"hidden_act": "xielu", "attention_bias": False},
     unused=("post_norm", "qk_norm", "mlp_bias"),
-    absent={"rope_parameters": {
+    absent={"rope_theta": 12_000_000.0, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }},

@@ -135,13 +135,14 @@ LAYERS = (
     switch("attention-softmax-in-fp32", 0.1),
     Option("init-method-std", {0.1: 4, 0.02: 1, None: 1}),
     switch("init-method-xavier-uniform", 0.06),
-    Option("mtp-num-layers", {None: 7, 1: 1, 2: 1}, without("rotary-base-local")),
+    Option("mtp-num-layers", {None: 7, 1: 1, 2: 1},
+           without("rotary-base-local", "embed-layernorm")),
     switch("mtp-use-repeated-layer", 0.4, lambda s: s.get("mtp-num-layers") == 2),
     Option("mtp-loss-scaling-factor", {None: 1, 0.5: 1}, given("mtp-num-layers")),
 )  # fmt: skip
 
 EXPERTS = (
-    Option("num-experts", {None: 6, 4: 3, 8: 1}),
+    Option("num-experts", {None: 6, 4: 3, 8: 1}, without("xielu")),
     Option("moe-ffn-hidden-size", {24: 3, 16: 1, None: 1}, given("num-experts")),
     Option("moe-activation-func-clamp-value", {None: 5, 0.6: 1},
            lambda s: "num-experts" in s and given(*GATED)(s)),
@@ -338,9 +339,10 @@ MIXERS = (
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
     Option("num-kv-shared-layers", {None: 12, 1: 1, 2: 1},
            lambda s: number(s, "num-layers") > 2 and _passes_once(s)),
-    Option("per-layer-embed-dim", {None: 12, 8: 1}, lambda s: _passes_once(s)),
+    Option("per-layer-embed-dim", {None: 12, 8: 1},
+           lambda s: _passes_once(s) and "xielu" not in s),
     Option("per-layer-vocab-size", {None: 1, 60: 1}, given("per-layer-embed-dim")),
-    Option("activation-sparsity", {None: 10, 0.3: 1, 0.8: 1}, without("num-experts")),
+    Option("activation-sparsity", {None: 10, 0.3: 1, 0.8: 1}, without("num-experts", "xielu")),
 )  # fmt: skip
 
 _BLOCKS = "heterogeneous-layers-config-encoded-json"
