@@ -311,7 +311,7 @@ class ModelSize:
             if config.moe_latent_size:
                 biases += config.moe_latent_size + config.hidden_size
             count += self._shared_matrices + config.add_bias_linear * biases
-            count += 3 * config.moe_branch_norms * self._norm()
+            count += (3 * config.moe_branch_norms + config.moe_output_norm) * self._norm()
             scales = config.hidden_size + (config.num_moe_experts or 0)
             count += config.moe_router_scales * scales
             count += self._mlp_biases(config.moe_shared_expert_intermediate_size or 0)

@@ -179,6 +179,8 @@ EXPERTS = (
     switch("moe-average-shared-expert", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-branch-norms", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-router-scales", 0.1, given("num-experts")),
+    switch("moe-output-norm", 0.15,
+           lambda s: "num-experts" in s and "sandwich-norm" not in s),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 

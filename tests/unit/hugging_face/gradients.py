@@ -127,6 +127,7 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
 
 _RENAMED = {
     "block_sparse_moe": "mlp", "mlp.moe_statics.": "mlp.gate.moe_statics.",
+    ".post_mlp_layernorm.": ".mlp.post_mlp_layernorm.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     ".linear_gate.": ".gate_proj.", ".learnable_sink_param": ".sinks",

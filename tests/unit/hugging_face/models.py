@@ -264,6 +264,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.8, "rope_parameters": _YARN,
          "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
+    "axk1": (
+        "AXK1Config",
+        {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": _YARN,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
     "youtu": ("YoutuConfig", {**_OF_HEADS, "tie_word_embeddings": True, "rope_interleave": False,
                               "bos_token_id": 1, "eos_token_id": 2}),
     "kimi_linear": (

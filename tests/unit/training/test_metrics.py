@@ -126,6 +126,7 @@ def test_parameters_of_published_models_are_counted(name):
         "--num-experts 2 --swiglu --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 8"
         " --moe-branch-norms --moe-router-scales --sandwich-norm",
+        "--num-experts 4 --moe-layer-freq 2 --moe-output-norm",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
         " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
         " --group-query-attention --num-query-groups 2",
