@@ -320,7 +320,9 @@ def _specs_of(
             qk_l2_norm=qk_l2_norm,
             kind=kind,
             fuses_norms=not (
-                config.share_parallel_norm or (config.reordered_norm and not kind.is_recurrent)
+                config.share_parallel_norm
+                or config.kv_source_layers
+                or (config.reordered_norm and not kind.is_recurrent)
             ),
         )
         for kind in sorted(set(kinds))
