@@ -115,6 +115,9 @@ def test_parameters_of_published_models_are_counted(name):
         "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
         " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
         "--multi-latent-attention --q-lora-rank 12",
+        f"{SPARSE.replace('--q-lora-rank 12', '')} --experimental-attention-variant dsa"
+        " --position-embedding-type rope --no-rope-freq 2 --no-rope-latent-keys --scalable-softmax"
+        " --kv-source-layers [0,1,0] --qk-layernorm",
         "--multi-latent-attention --v-head-dim 5 --attention-output-gate",
         f"{SPARSE} --experimental-attention-variant dsa --v-head-dim 5 --attention-output-gate"
         " --mla-gate-by-channel",
