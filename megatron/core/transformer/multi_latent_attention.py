@@ -160,29 +160,27 @@ class MLASelfAttention(Attention):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         key_value_states: Tensor | None = None,
-        *args: Any,
-        keys_values: dict[object, Any] | None = None,
-        **options: Any,
+        *others: object,
+        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; see `Attention.forward`.
 
         Args:
-            keys_values: number of a layer -> its latents, normed, and its shared key before
-                rotation, [s/cp, b, c+p] ([s/cp/tp, b, c+p] under sequence parallelism), for later
-                layers whose source it is.
+            keys_values: number of a layer -> its latents [s/cp, b, c], normed, and its shared key
+                [s/cp, b, p] before rotation ([s/cp/tp, ...] under sequence parallelism).
         """
         if keys_values is not None:
             if self.source == self.layer_number:
-                keys_values[self.source] = self._normed_latents(hidden_states)
-            key_value_states = keys_values[self.source]
-        return super().forward(hidden_states, attention_mask, key_value_states, *args, **options)
-
-    def _normed_latents(self, hidden_states: Tensor) -> Tensor:
-        config, down = self.config, self.linear_kv_down_proj
-        with offloading(config.offloads("qkv_linear"), down):
-            joined, _ = down(hidden_states)
-        latent, shared_key = joined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        return torch.cat((self.kv_layernorm(latent), shared_key), -1)
+                config, down = self.config, self.linear_kv_down_proj
+                with offloading(config.offloads("qkv_linear"), down):
+                    joined, _ = down(hidden_states)
+                widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+                latent, shared_key = joined.split(widths, -1)
+                keys_values[self.source] = self.kv_layernorm(latent), shared_key
+            key_value_states = torch.cat(keys_values[self.source], -1)
+        given = (hidden_states, attention_mask, key_value_states, *others)
+        return super().forward(*given, **options)  # type: ignore[arg-type]
 
     def get_query_key_value_tensors(
         self,
@@ -194,8 +192,7 @@ class MLASelfAttention(Attention):
 
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
-            key_value_states: latents, normed, and shared key, as in `forward`; default the layer's
-                own ones.
+            key_value_states: [..., c+p], normed latents and shared key; default the layer's own.
             positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], the tensors of

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import (
     FOLLOWING,
+    SCALES,
     dense_rules,
     indexer_kinds,
     indexer_rules,
@@ -30,7 +31,6 @@ from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, identity, renamed
 
 _HERE, _THERE = "decoder.layers.{}.self_attention.", "model.layers.{}.self_attn."
-_INDEXER = "core_attention.indexer."
 _NAMES = {
     "index_head_dim": "dsa_indexer_head_dim", "index_n_heads": "dsa_indexer_n_heads",
     "index_topk": "dsa_indexer_topk", "final_logit_softcapping": "final_logit_softcapping",
@@ -101,29 +101,30 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
 
 
 def _rules(model: ModelDescription) -> list[WeightRule]:
+    numbers = range(1, model.num_layers + 1)
+    turns = [model.rotates_in(n) for n in numbers]
+    owns = [model.latent_source(n) == n for n in numbers]
     rules = with_expert_layers(dense_rules(model), model) + indexer_rules(model)
-    layers = range(model.num_layers)
-    owners = [n for n in layers if model.latent_source(n + 1) == n + 1]
-    turning = [n for n in layers if model.rotates_in(n + 1)]
+    rules += [
+        identity(f"{_HERE}query_scale.{mine}", f"{_THERE}ssmax_scaling.{theirs}")
+        for mine, theirs in SCALES.items()
+    ]
+    # All layers read one tensor.
+    rules.append(identity(_HERE + "rotary.exponents", "lerope.alpha"))
     found = []
-    for rule in rules:
-        if ".linear_kv_" not in rule.megatron_name and ".kv_layer" not in rule.megatron_name:
+    for rule in renamed(rules, _WEIGHTS):
+        name = rule.megatron_name.removeprefix(_HERE)
+        if name.startswith(("linear_kv_", "kv_layernorm", "rotary")):
+            has_own = owns if "_down" in name or "norm" in name else [True] * model.num_layers
+            kinds = (True,) if "rotary" in name else (True, False)
+            found += [
+                replace(rule, layers=tuple(n for n, own in enumerate(has_own)
+                                           if own and turns[n] == kind))
+                for kind in kinds  # their tensors have different shapes
+            ]  # fmt: skip
+        else:
             found.append(rule)
-            continue
-        those = layers if ".linear_kv_up" in rule.megatron_name else owners
-        kinds = [n for n in those if n in turning], [n for n in those if n not in turning]
-        found += [replace(rule, layers=tuple(kind)) for kind in kinds]
-    norm = [r for r in rules if r.megatron_name.endswith("indexer.k_norm.weight")][0]
-    for name in ("weight", "bias"):
-        here, there = f"{_HERE}{_INDEXER}input_norm.{name}", f"{_THERE}indexer.q_input_norm.{name}"
-        found.append(replace(identity(here, there), layers=norm.layers))
-    for name, letter in {"scale": "s", "bias": "b"}.items():
-        here, there = f"query_scale.{name}", f"ssmax_scaling.{letter}"
-        found.append(identity(_HERE + here, _THERE + there))
-        rule = identity(_HERE + _INDEXER + here, f"{_THERE}indexer.{there}")
-        found.append(replace(rule, layers=norm.layers))
-    exponents = identity(_HERE + "rotary.exponents", "lerope.alpha")  # one tensor for all layers
-    return [*renamed(found, _WEIGHTS), replace(exponents, layers=tuple(turning))]
+    return found
 
 
 MISTRAL_LARGE4 = Family(
