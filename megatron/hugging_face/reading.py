@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.interop.contents import (
@@ -105,6 +106,9 @@ def open_model(path: Path, *, reads_images: bool = False) -> ModelContents:
         draft.notes.append("config.json has a quantization_config, but no weight is quantised")
     stored = model.family.in_own_names(stored)
     draft.notes += [*model.notes, *both_forms(path)]
+    if zeros := _zeros(model, stored):
+        draft.notes.append(f"{len(zeros)} vectors that no file contains are zero")
+        stored |= zeros
     for name, original in repeated(model.family, model.settings, stored).items():
         if not are_equal(stored[name], stored[original]):
             raise _not_as_expected(path, f"{name!r} must equal {original!r}, which it repeats")
@@ -126,6 +130,20 @@ def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
     prefix = model.family.prefix(stored, rules[0].hf_names[0])
     made = [names for rule in rules for _, names in rule.names(model.settings)]
     return {full_name(name, prefix) for names in made for name in names}
+
+
+def _zeros(model: ModelDirectory, stored: dict[str, StoredView]) -> dict[str, StoredView]:
+    """Return the tensors of zeros, in memory, that files of the family may lack."""
+    found = {}
+    for name in _used(model, stored) - stored.keys():
+        for end, setting in model.family.zero_if_absent.items():
+            if name.endswith(end):
+                data = torch.zeros(getattr(model.settings, setting))
+                storage = StoredBytes(
+                    model.path / name, 0, data.nbytes, memory=data.view(torch.uint8)
+                )
+                found[name] = StoredView(storage, data.dtype, tuple(data.shape), (1,))
+    return found
 
 
 def _left_out(model: ModelDirectory) -> dict[str, str]:

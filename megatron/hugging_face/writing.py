@@ -173,9 +173,13 @@ def new_directory(target: Path) -> Iterator[Path]:
 def plan(contents: Contents, family: Family, settings: ModelDescription) -> list[Group]:
     """Find the source of every Hugging Face tensor."""
     vocabulary = settings.unpadded_vocab_size
-    groups = []
+    groups: list[Group] = []
+    planned: set[str] = set()
     for rule in family.rules(settings):
         for megatron_name, hf_names in rule.names(settings):
+            if planned.issuperset(hf_names):
+                continue  # one tensor that all layers read
+            planned.update(hf_names)
             source = find_source(contents, megatron_name)
             shape = source.shape
             if rule.num_blocks is not None:

@@ -31,13 +31,8 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.dot_product_attention import GATES, gated, reader_of_cache
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import (
-    Rotary,
-    angles_of,
-    factor_by_position,
-    positions_of,
-    rotate,
-)
+from megatron.core.transformer.query_scale import query_scale
+from megatron.core.transformer.rotary import Rotary, angles_of, positions_of_rank, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import L2Norm, RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -93,6 +88,7 @@ class Attention(MegatronModule):
         if config.softmax_scale_local and config.window_of(layer_number) is not None:
             self.softmax_scale = config.softmax_scale_local
         self.num_late_inputs = int(config.attention_output_gate)
+        self.query_scale = query_scale(config, layer_number, self.pg_collection.tp)
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -231,16 +227,16 @@ class Attention(MegatronModule):
         )
         context = inference_context if inference_context is not None else inference_params
         positions = None if context is None else context.positions
+        if positions is None and self.query_scale is not None:
+            positions = positions_of_rank(
+                hidden_states, self.config, self.pg_collection, packed_seq_params
+            )
         rotary = rotary_pos_emb, rotary_pos_cos, rotary_pos_sin
         query, key, value, *others = self.get_rotated_qkv(
             hidden_states, key_value_states, positions, rotary
         )
-        if self.config.scales_queries(self.layer_number):
-            if positions is None:
-                s, b = query.shape[:2]
-                cp = self.pg_collection.microbatch_cp
-                positions = positions_of(s, query.device, cp, packed_seq_params, b)
-            query = query * factor_by_position(positions, self.config).to(query.dtype)
+        if self.query_scale is not None:
+            query = self.query_scale(query, positions)
         if keys_values is not None:
             window = self.config.window_of(self.layer_number)
             if key is not None:

@@ -48,7 +48,8 @@ def why_not_captured(config: TransformerConfig) -> str:
             config.offloads_activations,
         "--qk-clip collects logits in Python": config.qk_clip,
         "layers that share chosen keys exchange them in Python": config.dsa_indexer_topk_freq > 1,
-        "layers that share keys and values exchange them in Python": config.num_kv_shared_layers,
+        "layers that share keys and values exchange them in Python": config.num_kv_shared_layers
+            or config.kv_source_layers is not None,
         "a layer that is captured reads no vectors of its own": config.per_layer_embed_dim,
         "a schedule that defers weight gradients computes them after backward":
             schedule_named(config.pipeline_schedule).splits_backward

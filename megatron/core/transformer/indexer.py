@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.query_scale import QueryScale
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.rotary import rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -57,6 +58,8 @@ class IndexerSubmodules:
     k_norm: ModuleSpec | type | Any = None
     linear_weights_proj: ModuleSpec | type | Any = None
     q_norm: ModuleSpec | type | Any = None
+    input_norm: ModuleSpec | type | Any = None
+    """Norm of the hidden states before `linear_wq_b`, if there is no latent of queries."""
 
 
 class Indexer(MegatronModule):
@@ -90,22 +93,33 @@ class Indexer(MegatronModule):
 
         width = self.num_heads * self.head_dim
         has_latents = config.multi_latent_attention
-        latent = config.q_lora_rank if has_latents and config.q_lora_rank else config.hidden_size
+        rank = config.q_lora_rank if has_latents else None
+        latent = rank or config.hidden_size
         self.linear_wq_b = linear(submodules.linear_wq_b, latent, width)
         self.linear_wk = linear(submodules.linear_wk, config.hidden_size, self.head_dim)
         epsilon = config.dsa_indexer_k_norm_epsilon
-        self.q_norm, self.k_norm = (
+        input_norm = submodules.input_norm if rank is None else None
+        self.q_norm, self.k_norm, self.input_norm = (
             build_module(
                 norm or IdentityOp,
-                self.head_dim,
+                width,
                 config.layernorm_epsilon if epsilon is None else epsilon,
                 sequence_parallel=config.sequence_parallel,
                 zero_centered_gamma=config.layernorm_zero_centered_gamma,
                 dtype=config.params_dtype,
                 device=device_of_parameters(config),
             )
-            for norm in (submodules.q_norm, submodules.k_norm)
+            for norm, width in (
+                (submodules.q_norm, self.head_dim),
+                (submodules.k_norm, self.head_dim),
+                (input_norm, config.hidden_size),
+            )
         )
+        self.query_scale: QueryScale | None = None
+        if config.scalable_softmax:
+            self.query_scale = QueryScale(
+                self.num_heads, config=config, tp_group=pg_collection.tp, is_split=False
+            )
         self.linear_weights_proj = None
         if has_latents:
             self.linear_weights_proj = linear(
@@ -122,6 +136,7 @@ class Indexer(MegatronModule):
         hidden_states: Tensor,
         query_latent: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Project, and rotate the first channels of queries and key.
 
@@ -129,6 +144,8 @@ class Indexer(MegatronModule):
             hidden_states: [s, b, h], and query_latent: [s, b, c] ([s/tp, b, ...] under sequence
                 parallelism).
             cos_sin: [s, 1 or b, 1, r] each; None in a layer that does not rotate.
+            positions: [s, 1 or b], of the tokens of all tensor-parallel ranks, from 0; with
+                `scalable_softmax`.
         Returns:
             queries [s, b, j, i], weights [s, b, j] with all factors of the scores, key [s, b, i];
             for keys of windows key and logits [s, b, 2i]. Without latent attention the queries of
@@ -139,7 +156,7 @@ class Indexer(MegatronModule):
         """
         config = self.config
         hidden_states, query_latent = hidden_states.detach(), query_latent.detach()
-        query, _ = self.linear_wq_b(query_latent)
+        query, _ = self.linear_wq_b(self.input_norm(query_latent))
         key, _ = self.linear_wk(hidden_states)
         if config.dsa_indexer_k_norm_fp32:
             key = key.to(torch.promote_types(key.dtype, torch.float32))
@@ -159,6 +176,8 @@ class Indexer(MegatronModule):
             "fuses": config.apply_rope_fusion,
         }
         query = self.q_norm(query.unflatten(-1, (self.num_heads, self.head_dim)))
+        if self.query_scale is not None and positions is not None:
+            query = self.query_scale(query, positions)
         if cos_sin is not None:
             cos, sin = cos_sin
             query = rotate(query, cos, sin, **how)

@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
 from megatron.core.offload.saved_activations import offloading
@@ -40,22 +39,41 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
 
 
-class LatentRotary:
+class LatentRotary(nn.Module):
     """Cosine and sine of the rotary part of heads.
 
     Args:
         inverse_frequencies: [p/2]; not a buffer, because half precision must not round it.
         factor: factor on cosine and sine.
+        has_exponents: frequencies are multiplied by the exponentials of a buffer, fp32 [p/2].
     """
 
-    def __init__(self, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
-        self.inverse_frequencies, self.factor = inverse_frequencies, factor
+    exponents: Tensor | None
 
-    def __call__(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def __init__(
+        self, inverse_frequencies: Tensor, factor: float = 1.0, *, has_exponents: bool = False
+    ) -> None:
+        super().__init__()
+        self.inverse_frequencies, self.factor = inverse_frequencies, factor
+        zeros = torch.zeros(len(inverse_frequencies)) if has_exponents else None
+        self.register_buffer("exponents", zeros)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move and convert the module, but keep the exponents in fp32."""
+        kept = self.exponents
+        super()._apply(*args, **kwargs)
+        if kept is not None and self.exponents is not None:
+            self.exponents = kept.to(self.exponents.device)
+        return self
+
+    def forward(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
         if self.inverse_frequencies.device != like.device:
             self.inverse_frequencies = self.inverse_frequencies.to(like.device)
-        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
+        inverse = self.inverse_frequencies
+        if self.exponents is not None:
+            inverse = inverse * self.exponents.to(like.device).exp()
+        freqs = positions.float()[:, :, None, None] * inverse
         if interleaved:
             freqs = freqs.repeat_interleave(2, dim=-1)
         else:
@@ -113,10 +131,16 @@ class MLASelfAttention(Attention):
                 submodules.linear_gate_proj, config.hidden_size, gates, **column
             )
         latent = config.kv_lora_rank
-        self.linear_kv_down_proj = self.linear(
-            submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
-        )
-        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, **of_norms)
+        self.source = config.latent_source(self.layer_number)
+        """Number of the layer whose latents keys and values are made from."""
+        self.linear_kv_down_proj: Any = None
+        if self.source == self.layer_number:
+            self.linear_kv_down_proj = self.linear(
+                submodules.linear_kv_down_proj,
+                config.hidden_size,
+                latent + config.qk_pos_emb_head_dim,
+            )
+            self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, **of_norms)
         self.linear_kv_up_proj = self.linear(
             submodules.linear_kv_up_proj,
             latent,
@@ -125,10 +149,38 @@ class MLASelfAttention(Attention):
         )
         inverse, factor, scale = _rotary_settings(config)
         self.uses_rotary = config.rotates_in(self.layer_number)
-        self.rotary = LatentRotary(inverse, factor)
+        has_exponents = config.rotary_exponents and self.uses_rotary
+        self.rotary = LatentRotary(inverse, factor, has_exponents=has_exponents)
         self.softmax_scale = config.attention_scale(self.q_head_dim) * scale
         self.recomputes_up_projection = config.recomputes("mla_up_proj")
         self._dropped: CheckpointWithoutOutput | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        *others: object,
+        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        **options: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; see `Attention.forward`.
+
+        Args:
+            keys_values: number of a layer -> its latents [s/cp, b, c], normed, and its shared key
+                [s/cp, b, p] before rotation ([s/cp/tp, ...] under sequence parallelism).
+        """
+        if keys_values is not None:
+            if self.source == self.layer_number:
+                config, down = self.config, self.linear_kv_down_proj
+                with offloading(config.offloads("qkv_linear"), down):
+                    joined, _ = down(hidden_states)
+                widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+                latent, shared_key = joined.split(widths, -1)
+                keys_values[self.source] = self.kv_layernorm(latent), shared_key
+            key_value_states = torch.cat(keys_values[self.source], -1)
+        given = (hidden_states, attention_mask, key_value_states, *others)
+        return super().forward(*given, **options)  # type: ignore[arg-type]
 
     def get_query_key_value_tensors(
         self,
@@ -140,22 +192,23 @@ class MLASelfAttention(Attention):
 
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+            key_value_states: [..., c+p], normed latents and shared key; default the layer's own.
             positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], the tensors of
             `extra_core_inputs`, and with `config.attention_output_gate` the gate [s/cp, b, n/tp],
             or [s/cp, b, n/tp*e] with `config.mla_gate_by_channel`.
         """
-        rule = "self-attention projects keys and values from the queries' own sequence"
-        given = {"key_value_states": key_value_states}
-        refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
         config, p = self.config, self.config.qk_pos_emb_head_dim
         down = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_down_proj
-        with offloading(config.offloads("qkv_linear"), down, self.linear_kv_down_proj):
+        joined, is_normed = key_value_states, key_value_states is not None
+        downs = (down, self.linear_kv_down_proj or down)
+        with offloading(config.offloads("qkv_linear"), *downs):
             of_query, _ = down(hidden_states)
-            joined, _ = self.linear_kv_down_proj(hidden_states)
+            if joined is None:
+                joined, _ = self.linear_kv_down_proj(hidden_states)
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
-        up = partial(self._project_up, positions)
+        up = partial(self._project_up, positions, is_normed)
         extra = self.extra_core_inputs(hidden_states, of_query, positions)
         if config.attention_output_gate:
             extra = (*extra, self.linear_gate_proj(hidden_states)[0])
@@ -193,11 +246,17 @@ class MLASelfAttention(Attention):
             self._dropped = None
 
     def _project_up(
-        self, positions: Tensor | None, of_query: Tensor, latent: Tensor, shared_key: Tensor
+        self,
+        positions: Tensor | None,
+        is_normed: bool,
+        of_query: Tensor,
+        latent: Tensor,
+        shared_key: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value from the latents [s, b, c] and the shared key [s, b, p].
 
         Args:
+            is_normed: whether the latents are normed already.
             of_query: the latent of the query; without `q_lora_rank` the query before rotation.
         """
         config, heads = self.config, self.num_attention_heads_per_partition
@@ -205,7 +264,8 @@ class MLASelfAttention(Attention):
         query = of_query
         if config.q_lora_rank is not None:
             query, _ = self.linear_q_up_proj(self.q_layernorm(of_query))
-        keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        latent = latent if is_normed else self.kv_layernorm(latent)
+        keys_and_values, _ = self.linear_kv_up_proj(latent)
         shared_key = self._for_all_heads(shared_key)
 
         s, b = query.shape[:2]

@@ -12,6 +12,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import ROTARY, UNFUSED
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -59,11 +60,20 @@ def positions_of(
     return documents.positions.t()[positions]
 
 
-def factor_by_position(positions: Tensor, config: TransformerConfig) -> Tensor:
-    """Return the factor of `query_scale_beta` at positions [s, b] from 0, fp32 [s, b, 1, 1]."""
-    interval = config.query_scale_interval or config.original_max_position_embeddings
-    passed = (positions.float() + config.query_scale_without_rope).div(interval).floor()
-    return (1 + config.query_scale_beta * torch.log1p(passed))[:, :, None, None]
+def positions_of_rank(
+    hidden_states: Tensor,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    packed: PackedSeqParams | None = None,
+) -> Tensor:
+    """Return the positions of the tokens of all tensor-parallel ranks; see `positions_of`.
+
+    Args:
+        hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+    """
+    s, b = hidden_states.shape[:2]
+    num_tokens = s * (groups.tp.size() if config.sequence_parallel else 1)
+    return positions_of(num_tokens, hidden_states.device, groups.microbatch_cp, packed, b)
 
 
 def rotate(

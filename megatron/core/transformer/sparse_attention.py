@@ -49,7 +49,7 @@ from megatron.core.transformer.indexer import (
     IndexerSubmodules,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.rotary import Rotary, angles_of, positions_of
+from megatron.core.transformer.rotary import Rotary, angles_of, positions_of_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
@@ -327,17 +327,17 @@ class SparseLatentAttention(_KeepsIndexKeys, MLASelfAttention):
         that shares the keys of another returns nothing."""
         if self.core_attention.indexer is None:
             return ()
-        config, tp = self.config, self.pg_collection.tp
-        with torch.no_grad():
-            latent = self.q_layernorm(of_query)
+        config, latent = self.config, hidden_states
+        if config.q_lora_rank is not None:
+            with torch.no_grad():
+                latent = self.q_layernorm(of_query)
+        if positions is None:
+            positions = positions_of_rank(hidden_states, config, self.pg_collection)
         cos_sin = None
         if self.uses_rotary:
-            if positions is None:
-                num_tokens = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
-                cp, device = self.pg_collection.microbatch_cp, hidden_states.device
-                positions = positions_of(num_tokens, device, cp)
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             interleaved = config.dsa_indexer_rope_interleaved
             cos_sin = self.rotary(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
-        indexed: tuple[Tensor, ...] = self.core_attention.indexer(hidden_states, latent, cos_sin)
+        indexer = self.core_attention.indexer
+        indexed: tuple[Tensor, ...] = indexer(hidden_states, latent, cos_sin, positions)
         return indexed

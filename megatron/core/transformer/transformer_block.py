@@ -254,7 +254,7 @@ class TransformerBlock(GraphableMegatronModule):
         if self.config.dsa_indexer_topk_freq > 1:
             # Of this pass: a recomputation after the next micro batch finds the same keys.
             common["chosen_keys"] = {}
-        if self.config.num_kv_shared_layers:
+        if self.config.num_kv_shared_layers or self.config.kv_source_layers:
             common["keys_values"] = {}
         if vectors_of_layers is not None:
             common["vectors_of_layers"] = vectors_of_layers
@@ -352,6 +352,7 @@ class TransformerBlock(GraphableMegatronModule):
         mixed = len(set(self.config.layer_kinds())) > 1 or bool(self.config.blocks)
         # Only hash layers have tables, and layers that share keys have no projection to them.
         mixed = mixed or self.config.moe_n_hash_layers > 0 or self.config.num_kv_shared_layers > 0
+        mixed = mixed or bool(self.config.kv_source_layers) or self.config.no_rope_latent_keys
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):

@@ -41,6 +41,7 @@ from megatron.core.transformer.config.layer_sizes import (
     layer_sizes_problems,
     read_file,
     shared_key_value_problems,
+    shared_latent_problems,
 )
 from megatron.core.transformer.config.linear_attention import (
     LinearAttentionConfig,
@@ -320,7 +321,7 @@ class TransformerConfig(
         if not problems:  # these compute with the sizes
             kinds = chain(self.layer_kinds(), *self.prediction_kinds())
             checks = [split_problems, context_parallel_problems, view_problems]
-            checks.append(shared_key_value_problems)
+            checks += [shared_key_value_problems, shared_latent_problems]
             if any(kind.is_sparse or kind.is_compressed for kind in kinds):
                 checks.append(sparse_attention_problems)
             problems += chain.from_iterable(check(self) for check in checks)
@@ -343,6 +344,7 @@ class TransformerConfig(
         It is this config unless layers have sizes of their own.
         """
         changes = self.block(layer_number).changes(self)
+        changes |= self.latent_changes(rotates=self.rotates_in(layer_number))
         if not changes:
             return self
         view = copy.copy(self)

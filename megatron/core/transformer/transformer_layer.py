@@ -71,7 +71,8 @@ class TransformerLayerSubmodules:
     post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
     """Norm of the attention output before it is added, with `sandwich_norm` or `reordered_norm`."""
     post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of the MLP output before it is added, with `sandwich_norm` or `reordered_norm`."""
+    """Norm of the MLP output before it is added, with `sandwich_norm`, `reordered_norm` or, of
+    experts, `moe_output_norm`."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -148,6 +149,7 @@ class TransformerLayer(GraphableMegatronModule):
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         has_experts = config.layer_kind(self.layer_number).has_experts
+        self.norms_mlp = self.norms_outputs or (has_experts and config.moe_output_norm)
         norms_branches = has_experts and config.moe_branch_norms
         self.pre_mlp_layernorm = norm(
             IdentityOp
@@ -162,11 +164,10 @@ class TransformerLayer(GraphableMegatronModule):
             self.alternating_updates = AlternatingUpdates(config, self.pg_collection.tp)
         if config.laurel_rank and self.has_mixer:
             self.laurel = LowRankResidual(config, self.pg_collection)
-        if self.norms_outputs:
-            if self.has_mixer:
-                self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
-            if self.has_mlp:
-                self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+        if self.norms_outputs and self.has_mixer:
+            self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        if self.norms_mlp and self.has_mlp:
+            self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
         self.has_experts = has_experts = isinstance(self.mlp, MoELayer)
         if has_experts:
@@ -422,7 +423,7 @@ class TransformerLayer(GraphableMegatronModule):
             given = {n: value for n, value in options.items() if value is not None}
             output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
-        if self.norms_outputs:
+        if self.norms_mlp:
             output = normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 

@@ -32,6 +32,7 @@ from megatron.hugging_face.families import (
     llama4,
     mimo,
     ministral,
+    mistral_large4,
     nanochat,
     olmo,
     qwen3_next,
@@ -102,6 +103,7 @@ FAMILIES: tuple[Family, ...] = (
     *routed.FAMILIES,
     *sarvam.FAMILIES,
     *ministral.FAMILIES,
+    mistral_large4.MISTRAL_LARGE4,
     nanochat.NANOCHAT,
     *lfm2.FAMILIES,
     *hunyuan.FAMILIES,
@@ -112,6 +114,7 @@ FAMILIES: tuple[Family, ...] = (
 
 _SAME_AS = {
     "kimi_k2": "deepseek_v3", "glm5_next_text": "glm5_next", "minimax_m3_vl_text": "minimax_m3_vl",
+    "mistral_large4_text": "mistral_large4",
 }  # fmt: skip
 """Type of published files without a class of a causal model in Transformers -> type with the same
 model."""
@@ -125,12 +128,13 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
     "step3p7": {"model_type": "step3p5"},
     "glm5_next": {"model_type": "glm5_next"},
+    "mistral_large4": {"model_type": "mistral_large4"},
     "minimax_m3_vl": {"model_type": "minimax_m3_vl"},
 }
 """Type of a model with images -> fields of its language model that `text_config` may lack."""
 _WITH_ENCODER = ("qwen3_5", "qwen3_5_moe")
 """Those of these types whose encoder is supported."""
-_UNTIED = {"glm5_next": False, "minimax_m3_vl": True}
+_UNTIED = {"glm5_next": False, "mistral_large4": False, "minimax_m3_vl": True}
 """Type whose head is not tied unless the config states it -> whether `text_config` may state it."""
 _IGNORED = {"gemma3": {"final_logit_softcapping": None}}
 """Type of a model with images -> fields that Transformers applies in the language model alone."""

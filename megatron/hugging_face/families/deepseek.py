@@ -35,6 +35,8 @@ _LATENT_SIZES = {
 }  # fmt: skip
 """Field -> setting."""
 _INDEXERS = ("full", "shared")
+SCALES = {"scale": "s", "bias": "b"}
+"""Name of a number of `scalable_softmax` -> Mistral's name."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
@@ -274,6 +276,10 @@ def indexer_rules(settings: ModelDescription) -> list[WeightRule]:
             "pool_gate.weight": "index_kpool_compress_gate",
             "pool_gate.position_bias": "index_kpool_compress_ape",
         }
+    if settings.q_lora_rank is None:
+        pairs |= {f"input_norm.{part}": f"q_input_norm.{part}" for part in ("weight", "bias")}
+    if settings.scalable_softmax:
+        pairs |= {f"query_scale.{a}": f"ssmax_scaling.{b}" for a, b in SCALES.items()}
     sparse = settings.layers_where(lambda kind: kind.is_sparse)
     owners = tuple(n for n in sparse if not settings.shares_keys(n + 1))
     indexers = (identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items())

@@ -1,6 +1,7 @@
 """Models with parts of DeepSeek-V3, whose configs list the layers with experts.
 
-Latent attention: GLM-4.7-Flash (`glm4_moe_lite`), and Youtu (arXiv 2512.24618), which is dense.
+Latent attention: GLM-4.7-Flash (`glm4_moe_lite`), A.X K1 (`axk1`), whose experts have a norm of
+their output, and Youtu (arXiv 2512.24618), which is dense.
 Experts beside grouped heads with norms: HY 3, and K-EXAONE, where the layers without a window do
 not rotate. EXAONE 4 is dense, with norms after the branches.
 """
@@ -27,7 +28,7 @@ from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import GATED, LLAMA
 from megatron.hugging_face.families.olmo import reordered_rules
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, renamed
+from megatron.hugging_face.weight_map import WeightRule, identity, renamed
 
 _HY_NAMES = {
     "num_experts": "n_routed_experts",
@@ -62,6 +63,18 @@ def _glm_settings(config: ConfigFields) -> ModelDescription:
 def _glm_fields(settings: ModelDescription) -> dict[str, Any]:
     added = {**listed_experts_fields(settings), "norm_topk_prob": True}
     return {**_latent_fields(settings), **added}
+
+
+def _axk1_settings(config: ConfigFields) -> ModelDescription:
+    model = judged_by_sigmoid(with_listed_experts(_latent_settings(config), config), config)
+    return replace(model, moe_output_norm=True)
+
+
+def _axk1_rules(settings: ModelDescription) -> list[WeightRule]:
+    name = "layers.{}.post_mlp_layernorm.weight"
+    norm = identity(f"decoder.{name}", f"model.{name}")
+    sparse = settings.layers_where(lambda kind: kind.has_experts)
+    return [*DEEPSEEK_V3.rules(settings), replace(norm, layers=sparse)]
 
 
 def _hy_settings(config: ConfigFields) -> ModelDescription:
@@ -116,6 +129,19 @@ GLM4_MOE_LITE = replace(
     unused=("qk_head_dim", "num_nextn_predict_layers"),
     absent={"num_key_value_heads": 20, "q_lora_rank": 768, "routed_scaling_factor": 1.8},
 )
+AXK1 = replace(
+    DEEPSEEK_V3,
+    model_type="axk1",
+    architecture="AXK1ForCausalLM",
+    settings=_axk1_settings,
+    fields=_glm_fields,
+    rules=_axk1_rules,
+    absent={"num_key_value_heads": 64, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+    zero_if_absent={"e_score_correction_bias": "num_moe_experts"},
+    # Published files have this norm also in dense layers, where Transformers does not use it.
+    without_meaning=(*LLAMA.without_meaning, r"model\.layers\.\d+\.post_mlp_layernorm\.weight"),
+)  # fmt: skip
 YOUTU = replace(
     LLAMA,
     model_type="youtu",
@@ -162,4 +188,4 @@ EXAONE_MOE = replace(
             "routed_scaling_factor": 2.5},
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )  # fmt: skip
-FAMILIES = (GLM4_MOE_LITE, YOUTU, HY_V3, EXAONE4, EXAONE_MOE)
+FAMILIES = (GLM4_MOE_LITE, AXK1, YOUTU, HY_V3, EXAONE4, EXAONE_MOE)

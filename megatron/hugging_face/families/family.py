@@ -60,6 +60,10 @@ class Family:
     """Pattern of weights that are not read -> their description; `{num_layers}` is replaced by the
     number of layers."""
 
+    zero_if_absent: Mapping[str, str] = field(default_factory=dict)
+    """End of the names of vectors that files may lack, and that are zero then -> the setting with
+    their number of elements."""
+
     def in_own_names(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Return tensors by the names that the rules use, given the names in a file."""
         for pattern, written in self.other_names.items():

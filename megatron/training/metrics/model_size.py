@@ -100,7 +100,8 @@ class ModelSize:
         """Return the sizes of one layer, by its 1-based number in the whole model."""
         config, shares = (
             self.config.of_layer(layer_number),
-            self.config.shares_key_value(layer_number),
+            self.config.shares_key_value(layer_number)
+            or self.config.latent_source(layer_number) != layer_number,
         )
         if config is self.config and not shares:
             return self
@@ -166,7 +167,7 @@ class ModelSize:
         if config.has_compressed_attention:
             back = config.o_lora_rank * (self.attention_width + config.o_groups * h)
             return queries + h * config.kv_lora_rank + back
-        keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim) * (not self.shares_key_value)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
         gates = self.attention_width if config.mla_gate_by_channel else heads
         gates *= h * config.attention_output_gate
@@ -186,7 +187,7 @@ class ModelSize:
             return compressors
         heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
         keys, weights = kind.is_sparse * (1 + self._has_pools) * width, heads
-        latent = config.q_lora_rank or 0
+        latent = config.q_lora_rank or h
         if not config.multi_latent_attention:
             latent, weights = h, 0
         return compressors + latent * heads * width + h * (keys + weights)
@@ -309,6 +310,9 @@ class ModelSize:
         if kind.is_sparse and kind.has_indexer:
             of_indexer = ["LayerNorm"] if config.multi_latent_attention else ["RMSNorm"] * 2
             count += sum(sum(NORMS[name].sizes(indexed).values()) for name in of_indexer)
+            if config.multi_latent_attention and config.q_lora_rank is None:
+                count += sum(NORMS["LayerNorm"].sizes(config.hidden_size).values())
+            count += 2 * config.scalable_softmax * (config.dsa_indexer_n_heads or 0)
             count += self._has_pools * config.dsa_indexer_block_size * indexed
         if kind.compress_ratio:
             count += kind.compress_ratio * self._compressor_width(kind) + self._norm(self.qk_head)
@@ -326,7 +330,7 @@ class ModelSize:
             if config.moe_latent_size:
                 biases += config.moe_latent_size + config.hidden_size
             count += self._shared_matrices + config.add_bias_linear * biases
-            count += 3 * config.moe_branch_norms * self._norm()
+            count += (3 * config.moe_branch_norms + config.moe_output_norm) * self._norm()
             scales = config.hidden_size + (config.num_moe_experts or 0)
             count += config.moe_router_scales * scales
             count += self._mlp_biases(config.moe_shared_expert_intermediate_size or 0)
@@ -344,8 +348,9 @@ class ModelSize:
         config = self.config
         count = self._attention_matrices + config.add_bias_linear * config.hidden_size
         count += config.num_attention_heads * (config.softmax_type == "learnable")
+        count += 2 * config.num_attention_heads * config.scalable_softmax
         if config.multi_latent_attention:
-            normed = [config.kv_lora_rank, config.q_lora_rank]
+            normed = [config.kv_lora_rank * (not self.shares_key_value), config.q_lora_rank]
             return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
         if config.add_bias_linear or config.add_qkv_bias:
             count += self._qkv_width

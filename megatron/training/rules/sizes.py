@@ -28,7 +28,8 @@ _LEAST = dict.fromkeys(
     "vision_start_token_id", "vision_end_token_id",
     "dsa_indexer_skip_topk_offset", "dsa_indexer_local_blocks", "qk_pos_emb_head_dim",
     "mhc_sinkhorn_iterations", "moe_n_hash_layers",
-    "num_kv_shared_layers", "per_layer_embed_dim", "altup_active_idx", "laurel_rank",
+    "num_kv_shared_layers", "per_layer_embed_dim", "kv_source_layers", "altup_active_idx",
+    "laurel_rank",
     "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0
 ) | {"replication_factor": 2}  # fmt: skip
 """Smallest value of a setting, 1 for all others."""

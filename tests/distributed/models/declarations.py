@@ -193,6 +193,19 @@ MODELS: dict[str, Model] = {
          "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
         is_packed=True,
     ),
+    "latents of an earlier layer": Model(
+        ("ring", "gathered", "sequence", "plain"),
+        {**_RMS, **_LATENT, "q_lora_rank": None, "kv_source_layers": [0, 0],
+         "scalable_softmax": True, "rotary_exponents": True,
+         "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0},
+        is_packed=True,
+    ),
+    "latents without a shared key": Model(
+        ("ring", "sequence", "plain", "stages"),
+        {**_RMS, **_LATENT, "no_rope_freq": [0, 1], "no_rope_latent_keys": True,
+         "scalable_softmax": True},
+    ),
     "pools of keys": Model(
         ("ring", "gathered", "sequence", "plain"),
         {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,

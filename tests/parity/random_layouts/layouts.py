@@ -289,7 +289,8 @@ def _prime_factors(n: int) -> Sequence[int]:
 def _fits(s: Settings) -> bool:
     """Return whether the sizes of the model divide by those of the grid, and its layers by stages
     that begin with an indexer."""
-    of_one_stage = {"dsa-indexer-topk-freq", "num-kv-shared-layers", "per-layer-embed-dim"}
+    of_one_stage = {"dsa-indexer-topk-freq", "num-kv-shared-layers", "per-layer-embed-dim",
+                    "kv-source-layers"}  # fmt: skip
     if size(s, PP) > 1 and of_one_stage & set(s):
         return False
     tp, pp, cp, heads = size(s, TP), size(s, PP), size(s, CP), number(s, "num-attention-heads")

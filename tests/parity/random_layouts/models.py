@@ -65,6 +65,10 @@ LAYERS = (
     Option("mscale-all-dim", {None: 1, 0.5: 1},
            lambda s: "multi-latent-attention" in s and "rotary-scaling-factor" in s),
     Option("no-rope-freq", {None: 6, 2: 1}, _is_rotary),
+    switch("no-rope-latent-keys", 0.5,
+           lambda s: {"multi-latent-attention", "no-rope-freq"} <= set(s)),
+    switch("rotary-exponents", 0.1, given("multi-latent-attention")),
+    switch("scalable-softmax", 0.1),
     Option("normalization", {None: 4, "RMSNorm": 4, "RMSNormWithoutWeight": 1}),
     switch("embed-layernorm", 0.1),
     Option("norm-epsilon", {None: 4, 1e-6: 1}),
@@ -186,6 +190,8 @@ EXPERTS = (
     switch("moe-average-shared-expert", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-branch-norms", 0.2, given("moe-shared-expert-intermediate-size")),
     switch("moe-router-scales", 0.1, given("num-experts")),
+    switch("moe-output-norm", 0.15,
+           lambda s: "num-experts" in s and "sandwich-norm" not in s),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
@@ -207,7 +213,7 @@ def _is_compressed(s: Settings) -> bool:
 
 def _may_compress(s: Settings) -> bool:
     others = without(_VARIANT, "qk-clip", "attention-output-gate", "attention-chunk-size",
-                     "no-rope-freq")  # fmt: skip
+                     "no-rope-freq", "scalable-softmax", "rotary-exponents")  # fmt: skip
     return "q-lora-rank" in s and others(s)
 
 
@@ -277,8 +283,22 @@ def _letters(letters: str) -> Option:
     )
 
 
+def _sources(num_layers: int) -> Option:
+    """Return layers that read the latents of the first or second layer, in a model of so many."""
+    found = [layer % 2 for layer in range(num_layers)]
+
+    def fits(s: Settings) -> bool:
+        is_latent = "multi-latent-attention" in s and s.get(_VARIANT) in (None, "dsa")
+        others = without("linear-attention-freq", "hybrid-layer-pattern")
+        return is_latent and others(s) and s["num-layers"] == num_layers
+
+    return Option("kv-source-layers", {None: 2, str(found).replace(" ", ""): 1}, fits)
+
+
 MIXERS = (
     Option(_VARIANT, {None: 1, "dsa": 2}, given("q-lora-rank")),
+    Option(_VARIANT, {None: 3, "dsa": 1},
+           lambda s: "multi-latent-attention" in s and not {"q-lora-rank", _VARIANT} & set(s)),
     Option(_VARIANT, {None: 1, "dsv4_hybrid": 1}, _may_compress),
     *map(_ratios, (2, 3, 4, 6)),
     Option("kv-lora-rank", {10: 1}, _is_compressed),
@@ -343,6 +363,7 @@ MIXERS = (
            lambda s: _passes_once(s) and "xielu" not in s),
     Option("per-layer-vocab-size", {None: 1, 60: 1}, given("per-layer-embed-dim")),
     Option("activation-sparsity", {None: 10, 0.3: 1, 0.8: 1}, without("num-experts", "xielu")),
+    *map(_sources, (3, 4, 6)),
 )  # fmt: skip
 
 _BLOCKS = "heterogeneous-layers-config-encoded-json"

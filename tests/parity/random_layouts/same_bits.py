@@ -42,7 +42,7 @@ SEQUENCE_UNITS = {1: 1, 2: 8, 3: 12, 4: 8, 6: 12, 8: 16}
 """Context-parallel size -> units of the sequence, in the layout and in one process."""
 NOT_COVERED = (
     "fp16", "lora-rank", "fp8-format", "fp4-format", "use-torch-fsdp2", "hybrid-context-parallel",
-    "qk-clip", "enable-mhc-connections", "attention-gate-by-head",
+    "qk-clip", "enable-mhc-connections", "attention-gate-by-head", "scalable-softmax",
     "altup-num-inputs", "laurel-rank", "activation-sparsity",
     "moe-branch-norms", "moe-router-scales", "moe-n-hash-layers",
     "dsa-indexer-n-heads", "csa-compress-ratios",

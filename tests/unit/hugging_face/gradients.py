@@ -103,6 +103,8 @@ _HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
 
 def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
     """Return the gradient of a tensor of their files: modules hold all experts in one tensor."""
+    # Mistral Large 4:
+    name = re.sub(r"^(layers\.\d+)\.experts\.", r"model.language_model.\1.mlp.experts.", name)
     expert = _EXPERT.fullmatch(name)
     if expert is not None:
         layer, number, part = expert[1], int(expert[3]), expert[4]
@@ -139,6 +141,7 @@ _JOINED = {
 """Tensor in files of Sarvam or Lara -> the tensors in the modules."""
 _RENAMED = {
     "block_sparse_moe": "mlp", "mlp.moe_statics.": "mlp.gate.moe_statics.",
+    ".post_mlp_layernorm.": ".mlp.post_mlp_layernorm.",
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     ".linear_gate.": ".gate_proj.", ".learnable_sink_param": ".sinks",
@@ -153,7 +156,29 @@ _OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.wei
                "experts.down_proj", "router.layer.weight": "router.weight"}  # fmt: skip
 
 
+_OF_MISTRAL_LARGE = {
+    r"^output\.": "lm_head.",
+    r"^tok_embeddings\.": "model.language_model.embed_tokens.",
+    r"^(layers|norm)\.": r"model.language_model.\1.",
+    r"\.attention\.wq\.": ".self_attn.q_proj.",
+    r"\.attention\.wo\.": ".self_attn.o_proj.",
+    r"\.wkv_b\.": ".kv_b_proj.",
+    r"\.wkv_a_with_mqa\.": ".kv_a_proj_with_mqa.",
+    r"\.kv_a_norm\.": ".kv_a_layernorm.",
+    r"\.attention_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.",
+    r"ssmax_scaling\.s$": "softmax_scaling.scale",
+    r"ssmax_scaling\.b$": "softmax_scaling.bias",
+    r"(layers\.\d+)\.attention\.": r"\1.self_attn.",
+    r"(layers\.\d+)\.(gate|shared_experts)\.": r"\1.mlp.\2.",
+    r"\.feed_forward\.": ".mlp.",
+    r"\.w1\.": ".gate_proj.",
+    r"\.w2\.": ".down_proj.",
+    r"\.w3\.": ".up_proj.",
+}
+"""Pattern of a name in files of Mistral Large 4 -> name in the modules."""
 _PATTERNS = {
+    r"^lerope\.alpha": "model.language_model.rotary_emb.alpha",
     r"^(model\.layers\.\d+)\.attention\.": r"\1.self_attn.",
     r"self_attn\.dense": "self_attn.o_proj",
     r"self_attn\.(A_log|dt_bias|f_([ab]_)?proj)": r"self_attn.forget_gate.\1",
@@ -204,6 +229,11 @@ def _of_module(name: str, names: Container[str]) -> str:
         name = name.replace(".index_", ".indexer.").replace("moe.e_score_", "moe.gate.e_score_")
     if name in names:
         return name
+    known = name
+    for pattern, module in _OF_MISTRAL_LARGE.items():
+        known = re.sub(pattern, module, known)
+    if known in names:
+        return known
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]

@@ -293,6 +293,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.8, "rope_parameters": _YARN,
          "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
+    "axk1": (
+        "AXK1Config",
+        {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": _YARN,
+         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
     "youtu": ("YoutuConfig", {**_OF_HEADS, "tie_word_embeddings": True, "rope_interleave": False,
                               "bos_token_id": 1, "eos_token_id": 2}),
     "kimi_linear": (
@@ -673,6 +679,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "pad_token_id": None, "rope_parameters":
             {**_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}},
     ),
+    "mistral_large4": (
+        "MistralLarge4Config",
+        {"text_config": {
+            **{n: v for n, v in _LATENT.items() if n != "q_lora_rank"}, "rms_norm_eps": 1e-4,
+            "num_experts_per_tok": 3, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+            "num_hidden_layers": 6, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6,
+            "indexer_types": ["full", "shared", "shared"] * 2, "no_rope_layers": [1, 0] * 3,
+            "kv_source_layers": [0, 1, 0, 3, 4, 3], "final_logit_softcapping": 4.0,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                                "original_max_position_embeddings": 16, "beta_fast": 4.0,
+                                "attention_factor": 1.0}},
+         "vision_config": {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8,
+                           "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 14,
+                           "image_size": 28}},
+    ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1Config",
         {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters": {
@@ -718,6 +739,8 @@ def their_model(case: str) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
+            if name.endswith("rotary_emb.alpha"):
+                buffer.normal_(0, 0.3)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
             if name.endswith("tid2eid"):  # different experts for each token

@@ -204,6 +204,22 @@ def test_of_a_gemma_3n_as_it_is_published_the_language_model_is_read(tmp_path):
     assert any("encoder of sound is left out" in note for note in open_model(tmp_path).notes)
 
 
+def test_ax_k1_is_read_as_it_is_published(tmp_path):
+    """Published files have norms that dense layers do not use, and no bias that chooses."""
+    theirs = saved("axk1", tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {n: t for n, t in load_file(file).items() if "e_score_correction_bias" not in n}
+    stored["model.layers.0.post_mlp_layernorm.weight"] = torch.full((64,), 7.0)
+    save_file(stored, file, {"format": "pt"})
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    ours, _ = our_model(tmp_path)
+    logits = ours(tokens(), None, None)[..., :VOCAB]
+    assert_close(logits, theirs(tokens()).logits, FP32_REORDERED_SUM, "logits")
+    assert "2 vectors that no file contains are zero" in open_model(tmp_path).notes
+
+
 def published_kimi(directory):
     """Name fields and tensors as the files do that are published."""
     file, config = directory / "model.safetensors", directory / "config.json"

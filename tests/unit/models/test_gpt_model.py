@@ -313,6 +313,21 @@ def test_document_borders_are_brought_into_form_once_for_all_layers(monkeypatch)
 
 
 @pytest.mark.parametrize("latents", [False, True])
+def test_learned_scales_of_queries_count_positions_from_the_start_of_a_document(latents):
+    model = make_model(
+        family="llama", scalable_softmax=True, **(FUSED_FIELDS["latents"] if latents else {})
+    )
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            layer.self_attention.query_scale.scale.normal_()
+    tokens = torch.randint(0, 13, (1, 8))
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32))
+    together = model(tokens, None, None, packed_seq_params=packed)
+    apart = [model(part, None, None) for part in tokens.split([3, 5], 1)]
+    assert_close(together, torch.cat(apart, 1), FP32_REORDERED_SUM, "logits")
+
+
+@pytest.mark.parametrize("latents", [False, True])
 def test_the_factor_on_queries_counts_positions_from_the_start_of_a_document(latents):
     fields = {"query_scale_beta": 0.7, "original_max_position_embeddings": 2}
     fields |= FUSED_FIELDS["latents"] if latents else {}

@@ -115,6 +115,9 @@ def test_parameters_of_published_models_are_counted(name):
         "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
         " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
         "--multi-latent-attention --q-lora-rank 12",
+        f"{SPARSE.replace('--q-lora-rank 12', '')} --experimental-attention-variant dsa"
+        " --position-embedding-type rope --no-rope-freq 2 --no-rope-latent-keys --scalable-softmax"
+        " --kv-source-layers [0,1,0] --qk-layernorm",
         "--multi-latent-attention --v-head-dim 5 --attention-output-gate",
         f"{SPARSE} --experimental-attention-variant dsa --v-head-dim 5 --attention-output-gate"
         " --mla-gate-by-channel",
@@ -128,6 +131,7 @@ def test_parameters_of_published_models_are_counted(name):
         "--embed-layernorm --normalization RMSNormWithoutWeight --qk-layernorm",
         "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 8"
         " --moe-branch-norms --moe-router-scales --sandwich-norm",
+        "--num-experts 4 --moe-layer-freq 2 --moe-output-norm",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
         " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
         " --group-query-attention --num-query-groups 2",

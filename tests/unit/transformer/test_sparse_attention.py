@@ -46,10 +46,20 @@ def make_attention(kind=None, layer_number=1, **fields):
     return build_module(spec.submodules.self_attention, config=config, layer_number=layer_number)
 
 
+def factors(module):
+    """The factors [s, 1, n, 1] of queries, from the learned numbers of their heads, if any."""
+    if module.query_scale is None:
+        return 1.0
+    logarithms = torch.arange(1, LENGTH + 1).double().log()
+    scale, bias = (p.double() for p in module.query_scale.parameters())
+    return (logarithms[:, None] * scale + bias)[:, None, :, None]
+
+
 def index_by_formula(module, x, latent, uses_relu=True):
     """The scores [b, s, s] of one query and all keys after the other."""
     w = {name: p.double() for name, p in module.core_attention.indexer.named_parameters()}
     queries = (latent @ w["linear_wq_b.weight"].T).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH))
+    queries = queries * factors(module.core_attention.indexer)
     keys = x @ w["linear_wk.weight"].T
     centred = keys - keys.mean(-1, keepdim=True)
     keys = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -77,7 +87,11 @@ def expected_of(module, x, documents=None, uses_sparse_loss=False, uses_relu=Tru
     module = module.double().eval()
     others = module.get_query_key_value_tensors(x)
     query, key, value = (part.double() for part in others[:3])
-    latent = module.q_layernorm(module.linear_q_down_proj(x)[0]).detach()
+    query = query * factors(module)
+    if module.config.q_lora_rank is None:
+        latent = module.core_attention.indexer.input_norm(x.detach())
+    else:
+        latent = module.q_layernorm(module.linear_q_down_proj(x)[0]).detach()
     indexed = index_by_formula(module, x.detach(), latent, uses_relu)
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, -1, -1)
     if documents is not None:
@@ -109,6 +123,7 @@ def gradients(module):
         ({}, False),
         ({"dsa_indexer_use_sparse_loss": True}, True),
         ({"dsa_indexer_scoring_relu": False}, True),
+        ({"q_lora_rank": None, "scalable_softmax": True}, False),
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, False),
         ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, False),
     ],
@@ -119,6 +134,10 @@ def test_output_loss_and_gradients_are_those_of_the_formulas(
 ):
     monkeypatch.setattr(sparse_attention, "BLOCK_ELEMENTS", block_elements)
     module = make_attention(dsa_indexer_loss_coeff=0.7, **fields)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "query_scale" in name:
+                parameter.add_(torch.randn(len(parameter)) / 2)
     x, direction = torch.randn(2, LENGTH, BATCH, HIDDEN)
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3]) if has_documents else None
     packed = None
@@ -269,7 +288,6 @@ def test_an_indexer_without_a_loss_is_frozen_and_one_with_it_leaves_the_model_al
         ({"dsa_indexer_n_heads": 0}, "--dsa-indexer-n-heads"),
         ({"dsa_indexer_head_dim": ROTARY - 1}, "--dsa-indexer-head-dim"),
         ({"dsa_indexer_loss_coeff": -1.0}, "--dsa-indexer-loss-coeff"),
-        ({"q_lora_rank": None}, "--q-lora-rank"),
         ({"dsa_indexer_topk_freq": 2}, "--dsa-indexer-skip-topk-offset 1"),
         ({"num_layers": 4, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 1,
           "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},

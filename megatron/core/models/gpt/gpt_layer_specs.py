@@ -322,6 +322,7 @@ def _specs_of(
             fuses_norms=not (
                 config.share_parallel_norm
                 or config.laurel_rank
+                or config.kv_source_layers
                 or (config.reordered_norm and not kind.is_recurrent)
             ),
         )

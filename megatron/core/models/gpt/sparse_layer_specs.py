@@ -43,6 +43,7 @@ def sparse_attention(spec: ModuleSpec, backend: Backend, qk_layernorm: bool) -> 
                 linear_wq_b=ReplicatedLinear,
                 linear_wk=ReplicatedLinear,
                 k_norm=NORMS["LayerNorm"],
+                input_norm=NORMS["LayerNorm"],
                 linear_weights_proj=ReplicatedLinear,
             ),
         ),

@@ -301,7 +301,7 @@ _OF_LANGUAGE = frozenset({
     "cp_comm_type", "hierarchical_context_parallel_sizes", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "attention_chunk_size", "qk_l2_norm",
     "v_l2_norm", "attention_k_eq_v", "num_kv_shared_layers", "layer_scalar", "per_layer_embed_dim",
-    "rotary_proportional",
+    "rotary_proportional", "scalable_softmax",
     "v_channels", "attention_value_scale", "query_scale_interval", "query_scale_without_rope",
 })  # fmt: skip
 """Fields for the language model only: the encoder's layers have the defaults."""

@@ -41,6 +41,9 @@ class PositionConfig:
     query_scale_without_rope: bool = flag(False, part_of="query_scale_beta")
     """Scale the queries of layers without rotary embedding alone, with positions from 1 (Llama 4).
     """
+    scalable_softmax: bool = False
+    """Multiply the query of a head at position p of a document, from 1, by s ln p + b with numbers
+    s and b that each head learns, also the heads of an indexer (SSMax, arXiv 2501.19399)."""
     rotary_base_local: float | None = flag(None, kind=int)
     """Base of the rotary frequencies in layers with a window; None uses the base of all layers."""
     rotary_short_factors: list[float] | None = flag(None, nargs="+")
@@ -93,6 +96,18 @@ class LatentAttentionConfig:
     """Width of the rotary part, whose key all heads share; 0 without positions."""
     v_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a value head."""
+    kv_source_layers: list[int] | None = flag(
+        None, parse=layer_pattern, type_text="list expr", part_of="multi_latent_attention"
+    )
+    """For each layer the number, from 0, of the layer whose latents its keys and values are made
+    from: its own number, or an earlier one, such as [0,0,2,2] (W. Brandon et al., arXiv 2405.12981;
+    Mistral Large 4)."""
+    no_rope_latent_keys: bool = flag(False, part_of="multi_latent_attention")
+    """In layers without rotary embedding make all channels of keys from the latents, without a part
+    that heads share (Mistral Large 4)."""
+    rotary_exponents: bool = flag(False, part_of="multi_latent_attention")
+    """Multiply the rotary frequency of each pair of channels by the exponential of a number that is
+    stored with the weights and not trained, 0 in a new model (Mistral Large 4)."""
     latent_norm_epsilon: float | None = flag(
         None, part_of="multi_latent_attention", within=POSITIVE
     )
@@ -131,6 +146,20 @@ class LatentAttentionConfig:
     mscale_all_dim: float = 0.0
     """YaRN: the same for the channels of a head without rotary embedding. If all channels rotate,
     scores grow by the ratio of the two temperatures."""
+
+    def latent_source(self, layer_number: int) -> int:
+        """Return the number of the layer whose latents a layer reads; both numbers are 1-based in
+        the whole model."""
+        # Layers of multi-token prediction, numbered after the last one, have latents of their own.
+        sources = self.kv_source_layers or []
+        return sources[layer_number - 1] + 1 if layer_number <= len(sources) else layer_number
+
+    def latent_changes(self, *, rotates: bool) -> dict[str, int]:
+        """Return the fields of a layer's config that differ because it rotates or not."""
+        if rotates or not self.no_rope_latent_keys:
+            return {}
+        width = self.qk_head_dim + self.qk_pos_emb_head_dim
+        return {"qk_head_dim": width, "qk_pos_emb_head_dim": 0}
 
 
 def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:
@@ -296,6 +325,8 @@ def _compressed_attention_problems(config: TransformerConfig) -> Iterator[Megatr
         "--attention-output-gate": config.attention_output_gate,
         "--attention-chunk-size": config.attention_chunk_size is not None,
         "--no-rope-freq": config.no_rope_freq is not None,
+        "--scalable-softmax": config.scalable_softmax,
+        "--rotary-exponents": config.rotary_exponents,
         "--linear-attention-freq": config.linear_attention_freq is not None,
         "--dsa-indexer-topk-freq": config.dsa_indexer_topk_freq > 1,
     }
@@ -347,12 +378,12 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     rotated = config.qk_pos_emb_head_dim
     if not has_latents and size > 1:
         rotated = 1  # a rule of the model checks it
-    elif not has_latents or q_lora_rank is None:
+    elif not has_latents or (q_lora_rank is None and any(kind.is_compressed for kind in kinds)):
         yield ConfigError(
             f"sparse attention with multi_latent_attention={has_latents} and"
             f" q_lora_rank={q_lora_rank}.",
-            rule="the indexer and its layer read the latent of the queries, unless the indexer"
-            " chooses blocks of keys",
+            rule="sparse attention has latents of keys unless its indexer chooses blocks of keys,"
+            " and compressed attention has latents of queries",
             flags=["--multi-latent-attention", "--q-lora-rank", "--dsa-indexer-block-size"],
             fix="add --multi-latent-attention --q-lora-rank 1536",
         )

@@ -170,6 +170,8 @@ class ExpertConfig(ExpertExchangeConfig):
     """Norm the input and the output of the routed experts, and of the shared expert, each with
     weights of its own, in place of one norm before both; the router reads tokens without a norm
     (Gemma 4)."""
+    moe_output_norm: bool = flag(False, part_of="num_experts")
+    """Norm the sum of the routed experts and the shared expert (A.X K1)."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Compute the shared expert while tokens are sent to routed experts (alltoall dispatcher)."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")

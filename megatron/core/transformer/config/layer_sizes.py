@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.transformer.config.block import SOFTMAX_TYPES
 from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LINEAR, NOTHING, LayerKind
 
@@ -274,4 +275,52 @@ def shared_key_value_problems(config: TransformerConfig) -> Iterator[MegatronErr
                 " and both have key/value heads of one number and width",
                 flags=["--num-kv-shared-layers", "--window-attn-skip-freq"],
                 fix="share fewer layers",
+            )
+
+
+def shared_latent_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of layers that read the latents of an earlier layer."""
+    sources = config.kv_source_layers
+    if sources is None:
+        return
+    name, layout = "--kv-source-layers", pipeline_layout(config)
+    if len(sources) != config.num_layers or any(
+        not 0 <= source <= layer or sources[source] != source
+        for layer, source in enumerate(sources)
+    ):
+        yield ConfigError(
+            f"kv_source_layers={sources} for {config.num_layers} layers.",
+            rule="each layer has a source, itself or an earlier layer that is its own source",
+            flags=[name, "--num-layers"],
+            fix=f'use {name} "{list(range(config.num_layers))}"',
+        )
+        return
+    if config.recompute_granularity == "full":
+        yield ConfigError(
+            "kv_source_layers with recompute_granularity='full'.",
+            rule="gradients of shared latents do not enter a segment that is recomputed",
+            flags=[name, "--recompute-granularity"],
+            fix="use --recompute-granularity selective",
+        )
+    stages = [layout.layers(*layout.placement.location(n)) for n in range(len(layout.stages))]
+    kinds = config.layer_kinds()
+    for layer, source in enumerate(sources):
+        stage = next(layers for layers in stages if layer in layers)
+        wrong = {
+            "are on two pipeline stages": source not in stage,
+            "do not both have latent attention": any(
+                kinds[n].is_compressed or not kinds[n].attends for n in (layer, source)
+            ),
+            "do not both rotate, and keys have no shared part in the other one":
+                config.no_rope_latent_keys
+                and config.rotates_in(layer + 1) != config.rotates_in(source + 1),
+        }  # fmt: skip
+        for what in (text for text, is_wrong in wrong.items() if is_wrong and source != layer):
+            yield ConfigError(
+                f"kv_source_layers: the layers {layer} and {source}, its source, {what}.",
+                rule="a layer reads the latents of an earlier layer of its stage that has attention"
+                " of its kind",
+                flags=[name, "--no-rope-freq", "--pipeline-model-parallel-layout"],
+                fix="let both layers be of one stage and one kind, or give the layer itself as"
+                " its source",
             )
