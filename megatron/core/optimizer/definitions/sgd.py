@@ -16,7 +16,7 @@ from megatron.core.optimizer.definition import (
     has_fused_kernel,
 )
 
-_SGD = eager(torch.optim.SGD)
+_SGD: Any = eager(torch.optim.SGD)
 
 
 def update_sgd(pieces: Pieces) -> None:
