@@ -79,6 +79,30 @@ def test_shared_keys_and_vectors_of_layers_have_the_bits_of_one_process(tmp_path
         assert differences(one, other) == [], layout
 
 
+MODELS_OF_ODD_PARTS = (
+    "--num-layers 1 --softmax-type learnable --num-attention-heads 12",
+    "--num-layers 2 --hybrid-layer-pattern M- --mamba-num-heads 12 --mamba-head-dim 5"
+    " --mamba-num-groups 4 --mamba-state-dim 6",
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parts", MODELS_OF_ODD_PARTS)
+def test_parameters_that_fill_no_vectors_have_the_bits_of_one_process(parts, tmp_path):
+    words = _MODEL.replace("-sequence-units 8", "-sequence-units 1").split()
+    settings = from_words([*words, *parts.split(), "--global-batch-size", "2"])
+    execution = Execution(tmp_path)
+    one = execution.run(Case(1, False, settings))
+    assert one.kind is Kind.EQUAL, one.text
+    for layout in (
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer",
+    ):
+        other = execution.run(Case(2, False, settings | from_words(layout.split())))
+        assert other.kind is Kind.EQUAL, other.text
+        assert differences(one, other) == [], layout
+
+
 def num_equal(folder: Path, drawn: Iterable[Case]) -> int:
     """Count the cases whose bits are the bits of one process; fail at a case that differs."""
     execution, of_one, count = Execution(folder), {}, 0

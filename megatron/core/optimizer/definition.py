@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.optimizer.whole_vectors import whole_vectors
 from megatron.core.settings.flags import flag
 
 if TYPE_CHECKING:
@@ -78,10 +81,12 @@ class UpdateFlags:
 
 @dataclass
 class UpdateSettings(UpdateFlags):
-    """The flags, and a setting for callers of the library only."""
+    """The flags, and settings without a flag."""
 
     decoupled_weight_decay: bool = True
     """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
+    in_whole_vectors: bool = False
+    """Give elements the same bits wherever a tensor is split; `layout_invariant_mode` sets it."""
 
 
 ADAM, ADAMW = "Adam", "AdamW"
@@ -126,6 +131,12 @@ class Pieces:
 
 Update = Callable[[Pieces], None]
 """Updates weights and states in place, element by element."""
+
+
+def _update_in_whole_vectors(update: Update, pieces: Pieces) -> None:
+    states = {name: list(tensors) for name, tensors in pieces.states.items()}
+    with whole_vectors(pieces.weights, pieces.gradients, *states.values(), steps=[]):
+        update(replace(pieces, states=states))
 
 
 @dataclass(frozen=True)
@@ -192,7 +203,10 @@ class OptimizerDefinition:
                 fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
             )  # fmt: skip
         names = self.states_of(config)
-        found = ElementwiseUpdate(names, self.update(config), self.constants(config))
+        update = self.update(config)
+        if config.in_whole_vectors:
+            update = partial(_update_in_whole_vectors, update)
+        found = ElementwiseUpdate(names, update, self.constants(config))
         return found if self.kind is None else replace(found, kind=self.kind(config))
 
 
@@ -212,9 +226,28 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 
 def eager(kind: type[_Kind]) -> type[_Kind]:
-    """Return a class of `torch.optim` whose step does not differentiate and is not compiled."""
-    step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (EagerOptimizer, kind), {"step": step, "__doc__": kind.__doc__})
+    """Return a class of `torch.optim` whose step does not differentiate and is not compiled.
+
+    If the attribute `in_whole_vectors` is set, its fused step updates tensors in whole vectors.
+    """
+    torch_step = inspect.unwrap(kind.step)
+
+    def init_group(self: Any, group: dict[str, Any], *lists: list[Any]) -> bool:
+        has_other_kinds: bool = kind._init_group(self, group, *lists)  # type: ignore[attr-defined]
+        if group["fused"] and self.in_whole_vectors:
+            # Adam's sixth list has the step counts.
+            vectors = whole_vectors(*lists[:5], steps=lists[5] if lists[5:] else [])
+            for padded in self._vectors.enter_context(vectors):
+                self._vectors.callback(self.state.pop, padded, None)
+        return has_other_kinds
+
+    @torch.no_grad()
+    def step(self: Any) -> None:
+        with ExitStack() as self._vectors:
+            torch_step(self)
+
+    members = {"step": step, "_init_group": init_group, "__doc__": kind.__doc__}
+    return type(kind.__name__, (EagerOptimizer, kind), {**members, "in_whole_vectors": False})
 
 
 class ElementwiseOptimizer(EagerOptimizer):

@@ -14,6 +14,7 @@ of rows that are gathered.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,8 +201,8 @@ class Attention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         sequence_len_offset: object = None,
         *,
-        chosen_keys: dict[int, Tensor] | None = None,
-        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        chosen_keys: MutableMapping[int, Tensor] | None = None,
+        keys_values: MutableMapping[object, tuple[Tensor, Tensor]] | None = None,
         inference_params: StaticInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -211,8 +212,7 @@ class Attention(MegatronModule):
             attention_mask: bool, True where a key is hidden; see the core attention.
             inference_context: a cache of keys and values, or None; new ones are added to it.
             rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions of the tokens, or None.
-                `rotary_pos_cos` and `_sin`, if given, are their cosine and sine, computed once for
-                all layers.
+                `rotary_pos_cos` and `_sin`, if given, are their cosine and sine.
             chosen_keys: for a core of sparse attention; see `SparseAttention.forward`.
             keys_values: window -> rotated keys and values of the last layer with this window, for
                 layers that share them. A layer with keys of its own replaces the entry.

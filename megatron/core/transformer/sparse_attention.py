@@ -9,7 +9,7 @@ the indexer j heads and i their width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        chosen_keys: dict[int, Tensor] | None = None,
+        chosen_keys: MutableMapping[int, Tensor] | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -215,7 +215,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         extra: Sequence[Tensor],
         *,
         hidden: Tensor | None,
-        chosen_keys: dict[int, Tensor] | None = None,
+        chosen_keys: MutableMapping[int, Tensor] | None = None,
     ) -> Tensor:
         """Attend with new tokens to the chosen keys of a cache.
 

@@ -6,6 +6,7 @@ Models", section 5, arXiv 2205.05198.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,11 +252,12 @@ class TransformerBlock(GraphableMegatronModule):
         }
         if token_ids is not None:
             common["token_ids"] = token_ids
+        # Of this pass: a recomputation after the next micro batch finds the same keys. No `dict`,
+        # since torch's FSDP2 passes a copy of a dict to a layer, and loses what the layer adds.
         if self.config.dsa_indexer_topk_freq > 1:
-            # Of this pass: a recomputation after the next micro batch finds the same keys.
-            common["chosen_keys"] = {}
+            common["chosen_keys"] = UserDict()
         if self.config.num_kv_shared_layers or self.config.kv_source_layers:
-            common["keys_values"] = {}
+            common["keys_values"] = UserDict()
         if vectors_of_layers is not None:
             common["vectors_of_layers"] = vectors_of_layers
 

@@ -7,7 +7,7 @@ depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,8 +215,8 @@ class TransformerLayer(GraphableMegatronModule):
         padding_mask: Tensor | None = None,
         *,
         token_ids: Tensor | None = None,
-        chosen_keys: dict[int, Tensor] | None = None,
-        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        chosen_keys: MutableMapping[int, Tensor] | None = None,
+        keys_values: MutableMapping[object, tuple[Tensor, Tensor]] | None = None,
         vectors_of_layers: Tensor | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:

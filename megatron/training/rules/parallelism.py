@@ -28,9 +28,6 @@ from megatron.training.setup.stages import planned_layout
 
 _VECTOR = 32
 """Elements of 16 bits in 64 bytes, the widest vector of a processor."""
-_ADAM_VECTOR = 8
-"""Elements that torch's fused update of Adam computes at a time on a CPU; a remainder of fewer
-elements is rounded differently."""
 
 
 @rule
@@ -257,17 +254,6 @@ def units_have_full_vectors(run: ResolvedRun) -> Iterator[MegatronError]:
                 if pieces > 1
                 else f"use a multiple of {_VECTOR}",
             )
-    heads = run.transformer_config.num_attention_heads
-    has_sinks = run.transformer_config.softmax_type == "learnable"
-    if has_sinks and heads >= _ADAM_VECTOR and heads % (_ADAM_VECTOR * units):
-        yield problem(
-            f"--softmax-type learnable with --num-attention-heads {heads}.",
-            "with --layout-invariant-mode each unit has a multiple of"
-            f" {_ADAM_VECTOR} learned sinks, one for each head",
-            "--layout-invariant-mode",
-            "--layout-invariant-tensor-units",
-            fix=f"use a multiple of {_ADAM_VECTOR * units}, or fewer units",
-        )
     if model.attention_output_gate and model.attention_gate_by_head:
         yield problem(
             "--layout-invariant-mode with --attention-gate-by-head.",
@@ -346,11 +332,10 @@ def mixers_have_units(run: ResolvedRun) -> Iterator[MegatronError]:
             reason = "the recurrence over a sequence is not cut into units"
         else:
             sizes = RECURRENT_MIXERS[name].sizes_of(config)
-            heads = sizes.num_heads if sizes.vector_parameters else 0
-            if any(n % (units * _ADAM_VECTOR) for n in (heads, sizes.channels)):
+            if any(n % units for n in (sizes.num_heads, sizes.channels)):
                 reason = (
                     f"the {sizes.num_heads} heads and {sizes.channels} channels of the convolution"
-                    f" are not multiples of {units * _ADAM_VECTOR}, {_ADAM_VECTOR} in each unit"
+                    f" are not multiples of the {units} units"
                 )
         if reason:
             yield problem(

@@ -25,6 +25,7 @@ def optimizer_config(run: ResolvedRun) -> OptimizerConfig:
         **fields_of(OptimizerFlags, run.optimizer),
         **fields_of(HalfPrecision, run.precision),
         **fields_of(ShardedOptimizerFlags, run.ddp),
+        in_whole_vectors=run.parallelism.layout_invariant_mode,
         on_nonfinite_grad="raise" if run.schedule.check_for_nan_in_loss_and_grad else "skip",
     )
 

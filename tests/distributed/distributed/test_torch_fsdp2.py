@@ -31,10 +31,10 @@ from tests.parity.table import assert_equals_one_process
 from tests.parity.training_case import build_chunks, global_batch, transformer_config
 
 
-def train(groups, layout, model, wrapper, num_microbatches=2):
+def train(groups, layout, model, wrapper, num_microbatches=2, **changes):
     """Train three steps; return (losses, norms, weights, wrapped model, optimizer)."""
     rng_state().set_seed(7)
-    config = transformer_config(layout, model)
+    config = replace(transformer_config(layout, model), **changes)
     with parameters_without_memory():
         (chunk,) = build_chunks(config, model, layout, groups)
     ddp = wrapper(config, DistributedDataParallelConfig(), chunk, pg_collection=groups)
@@ -60,10 +60,10 @@ def train(groups, layout, model, wrapper, num_microbatches=2):
     return losses, norms, ddp.state_dict(), ddp, optimizer
 
 
-def check_equal_to_replicas(groups, layout):
+def check_equal_to_replicas(groups, layout, **changes):
     for model in (ModelCase("gpt2", True, 0.0), ModelCase("llama", False, 0.1)):
-        plain = train(groups, layout, model, DistributedDataParallel)
-        sharded = train(groups, layout, model, TorchFullyShardedDataParallel)
+        plain = train(groups, layout, model, DistributedDataParallel, **changes)
+        sharded = train(groups, layout, model, TorchFullyShardedDataParallel, **changes)
         for step, (ours, expected) in enumerate(zip(sharded[0], plain[0], strict=True)):
             assert_close(ours, expected, FP32_AFTER_OPTIMIZER, f"loss {step}")
         assert_close(sharded[1], plain[1], FP32_REORDERED_SUM, f"norms {model}")
@@ -75,6 +75,11 @@ def check_equal_to_replicas(groups, layout):
 @distributed(world_size=2)
 def test_two_ranks_train_as_replicas(groups):
     check_equal_to_replicas(groups, LayoutCase(dp=2))
+
+
+@distributed(world_size=2)
+def test_layers_read_the_keys_of_the_last_layer_that_has_any(groups):
+    check_equal_to_replicas(groups, LayoutCase(dp=2), num_kv_shared_layers=1)
 
 
 @distributed(world_size=4, tp=2)

@@ -30,10 +30,6 @@ SIZES = {
     "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "kv-channels": 32,
     "layout-invariant-tensor-units": UNITS, "layout-invariant-mode": True,
 }  # fmt: skip
-MIXER_SIZES = {
-    "mamba-num-heads": 32, "mamba-head-dim": 8, "mamba-state-dim": 8,
-    "linear-num-value-heads": 32, "linear-key-head-dim": 8, "linear-value-head-dim": 8,
-}  # fmt: skip
 WIDTHS = {
     "moe-ffn-hidden-size": 128, "moe-shared-expert-intermediate-size": 128,
     "per-layer-embed-dim": 32,
@@ -64,8 +60,7 @@ def case_of(drawn: Case) -> Case:
     """Return a drawn case with the mode, in sizes that are multiples of the units."""
     has_groups = "num-query-groups" in drawn.settings
     case = drawn.without(*LEFT_OUT)
-    sizes = {name: value for name, value in MIXER_SIZES.items() if name in drawn.settings}
-    for name, value in (SIZES | sizes).items():
+    for name, value in SIZES.items():
         case = case.with_value(name, value)
     if has_groups:
         groups = 4 if drawn.settings.get("tensor-model-parallel-size", 1) == 4 else 2

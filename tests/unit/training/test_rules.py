@@ -65,7 +65,8 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--layout-invariant-mode with layers of gated_delta_net",
         ),
         (
-            "--layout-invariant-mode --experimental-attention-variant kda",
+            "--layout-invariant-mode --experimental-attention-variant kda"
+            " --linear-num-key-heads 4 --linear-num-value-heads 4",
             1,
             "--layout-invariant-mode with layers of kda",
         ),

@@ -137,6 +137,7 @@ def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], parts: Mo
         fused=has_fused_kernel(param_groups),
         **_constants(config),
     )
+    optimizer.in_whole_vectors = config.in_whole_vectors
     mine = {id(main) for group in param_groups for main in group["params"]}
     optimizer.published = {
         id(item.main_param): item.shard.values.detach()

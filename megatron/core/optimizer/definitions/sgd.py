@@ -16,7 +16,7 @@ from megatron.core.optimizer.definition import (
     has_fused_kernel,
 )
 
-_SGD = eager(torch.optim.SGD)
+_SGD: Any = eager(torch.optim.SGD)
 
 
 def update_sgd(pieces: Pieces) -> None:
@@ -37,13 +37,15 @@ def update_sgd(pieces: Pieces) -> None:
 
 
 def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
-    return _SGD(
+    optimizer = _SGD(
         param_groups,
         lr=config.lr or 0.0,
         momentum=config.sgd_momentum,
         weight_decay=config.weight_decay,
         fused=has_fused_kernel(param_groups),
     )
+    optimizer.in_whole_vectors = config.in_whole_vectors
+    return optimizer
 
 
 OPTIMIZER = OptimizerDefinition(
