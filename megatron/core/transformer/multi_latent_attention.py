@@ -16,6 +16,7 @@ the rotary part, e of a value head, c width of a latent.
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -161,7 +162,7 @@ class MLASelfAttention(Attention):
         attention_mask: Tensor | None,
         key_value_states: Tensor | None = None,
         *others: object,
-        keys_values: dict[object, tuple[Tensor, Tensor]] | None = None,
+        keys_values: MutableMapping[object, tuple[Tensor, Tensor]] | None = None,
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; see `Attention.forward`.
