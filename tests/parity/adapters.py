@@ -125,6 +125,7 @@ def _peft_step(
 ) -> Tensor:
     model = their_model(case)
     model.load_state_dict(weights)
+    model.set_experts_implementation("eager")  # others have no fp64
     model.save_pretrained(folder / "base")
     has_experts = not is_dora and getattr(model.config, "num_experts_per_tok", None)
     config = peft.LoraConfig(

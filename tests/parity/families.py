@@ -226,6 +226,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             theirs = saved(case, Path(folder))
+            theirs.set_experts_implementation("eager")  # others have no fp64
             settings = read_model_directory(Path(folder)).settings
             layouts = usual + of_experts * (settings.num_moe_experts is not None)
             if settings.num_kv_shared_layers or settings.per_layer_embed_dim:

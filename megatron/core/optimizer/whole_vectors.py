@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import is_host_memory
+
 _BYTES = 64
 """The widest vector of a processor."""
 
 
 @contextmanager
 def whole_vectors(
-    weights: list[Tensor], *others: list[Any], steps: list[Tensor]
+    weights: list[Tensor], *others: list[Tensor], steps: list[Tensor]
 ) -> Iterator[list[Tensor]]:
     """Inside the returned context the lists also hold the last elements of tensors, padded.
 
@@ -35,10 +37,10 @@ def whole_vectors(
     all_left = {
         i: w.numel() % (_BYTES // w.element_size())
         for i, w in enumerate(weights)
-        if w.device.type == "cpu" and w.is_contiguous()
+        if is_host_memory(w.device) and w.is_contiguous()
     }
     left = {i: n for i, n in all_left.items() if n}
-    lists = [weights, *filter(None, others)]
+    lists: list[list[Any]] = [weights, *filter(None, others)]
     for tensors in lists:
         tensors += [_padded(tensors[i], n) for i, n in left.items()]
     steps += [steps[i].clone() for i in left if steps]
