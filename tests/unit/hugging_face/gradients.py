@@ -55,9 +55,11 @@ def compare_gradients(
             mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             in_modules = [_of_module(full_name(name, prefix), names) for name in others]
-            if any(name in buffers for name in in_modules):
-                continue
             known = [names[name] for name in in_modules if name in names]
+            if any(name in buffers for name in in_modules) or any(
+                not parameter.requires_grad for parameter in known
+            ):
+                continue
             has_none = rule.num_experts is None and ours.get(mine) is None
             if known and (has_none or any(p.grad is None for p in known)):
                 assert all(map(_is_zero, [ours.get(mine), *(p.grad for p in known)])), mine
@@ -80,8 +82,11 @@ def compare_gradients(
     # Where Transformers has no class of the language model, the encoder of images is not read.
     of_images = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
     left_out = of_images if model.family.around else ()
-    parameters = theirs.named_parameters()
-    assert compared == sum(p.numel() for n, p in parameters if not n.startswith(left_out))
+    assert compared == sum(
+        parameter.numel()
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad and not name.startswith(left_out)
+    )
     return worst
 
 

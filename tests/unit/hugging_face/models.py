@@ -701,7 +701,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1Config",
-        {**_SIZES, "head_dim": 32, "pad_token_id": None, "num_experts": 8, "moe_topk": 3,
+        {**_SIZES, "rms_norm_eps": 1e-3, "head_dim": 32, "pad_token_id": None,
+         "num_experts": 8, "moe_topk": 3,
          "rope_parameters": _PLAIN_ROPE},
     ),
 }  # fmt: skip
@@ -736,11 +737,11 @@ def their_model(case: str) -> Any:
             if kind.startswith(("Gemma3n", "Gemma4")) and name.endswith("q_norm.weight"):
                 # Scores have no factor 1 / sqrt(d): the published weights of this norm contain it.
                 parameter.mul_(len(parameter) ** -0.5)
+            if name.endswith("rotary_emb.alpha"):
+                parameter.mul_(3.0).requires_grad_(False)  # training does not change it here
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1)
-            if name.endswith("rotary_emb.alpha"):
-                buffer.normal_(0, 0.3)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
             if name.endswith("tid2eid"):  # different experts for each token
