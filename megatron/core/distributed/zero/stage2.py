@@ -110,23 +110,23 @@ class Zero2Buffer(ZeroStage):
             self._take(index, bucket)
             self._mark_grad_ready(bucket)
         self.flat.parameters[index].grad = None
+        self._rounded.pop(index, None)
 
     def _note_arrival(self, index: int) -> None:
         if index in self._arrived:
             self.end_backward()  # another backward pass has begun without a report of the end
         self._arrived.add(index)
-        if index in self._rounded:
-            parameter, rounded = self.flat.parameters[index], self._rounded.pop(index)
-            parameter.grad = rounded if parameter.grad is None else parameter.grad + rounded
 
     def _take(self, index: int, bucket: Bucket) -> None:
-        """Move the part of a parameter's `.grad` that is in a bucket."""
-        gradient = self.flat.parameters[index].grad
+        """Move the part of a parameter's `.grad`, and of earlier terms, that is in a bucket."""
+        gradient, rounded = self.flat.parameters[index].grad, self._rounded.get(index)
+        if gradient is not None and self._is_exact:
+            gradient = on_grid(gradient) if rounded is None else on_grid(gradient).add_(rounded)
+        elif gradient is None:
+            gradient = rounded
         if gradient is None:
             return
         full, flat = self._memory_of(bucket), gradient.reshape(-1)
-        if self._is_exact:
-            flat = on_grid(flat)
         for piece in self._pieces[bucket.number]:
             if piece.index == index:
                 begin = piece.offset - bucket.begin
