@@ -1,4 +1,4 @@
-"""AltUp: a residual stream made of n parallel streams, of which a layer computes one.
+"""AltUp: n parallel residual streams. A layer computes one of them and predicts the others.
 
 C. Baykal et al., "Alternating Updates for Efficient Transformers", section 3, arXiv 2301.13310, as
 in Gemma 3n. A layer predicts all streams by mixing them, runs its branches on the prediction of the

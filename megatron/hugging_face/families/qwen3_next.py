@@ -188,7 +188,7 @@ def _lara_rules(settings: ModelDescription) -> list[WeightRule]:
 def _mixed_rules(
     attention: list[WeightRule], settings: ModelDescription, runs: _Runs
 ) -> list[WeightRule]:
-    """Return the rules of a dense model, some of whose layers have a Gated DeltaNet."""
+    """Return the rules of a dense model with a Gated DeltaNet in some layers."""
     recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
     attending = settings.layers_where(lambda kind: kind.attends)
     own = [rule for rule in attention if ".self_attention." in rule.megatron_name]

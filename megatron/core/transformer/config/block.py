@@ -115,7 +115,7 @@ class BlockConfig:
     (Gemma 4)."""
     per_layer_embed_dim: int = flag(0, within=NOT_NEGATIVE)
     """Width of the vectors of layers (Gemma 3n and 4). Each layer has its own vector of a token: a
-    row of a second embedding table, added to a projection of the word embedding. 0: no vectors."""
+    row of a second embedding table, added to a projection of the word embedding. 0 for none."""
     per_layer_vocab_size: int | None = flag(None, part_of="per_layer_embed_dim", within=POSITIVE)
     """Number of token ids in this table; later ids have the row of id 0 (Gemma 3n). None: all."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)

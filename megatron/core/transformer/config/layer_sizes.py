@@ -321,6 +321,6 @@ def shared_latent_problems(config: TransformerConfig) -> Iterator[MegatronError]
                 rule="a layer reads the latents of an earlier layer of its stage that has attention"
                 " of its kind",
                 flags=[name, "--no-rope-freq", "--pipeline-model-parallel-layout"],
-                fix="let both layers be of one stage and one kind, or give the layer itself as"
-                " its source",
+                fix="put both layers on one stage and give them one kind, or name the layer"
+                " as its own source",
             )
