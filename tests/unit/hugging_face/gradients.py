@@ -132,7 +132,7 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
         joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight", names)].grad
         return joined.chunk(3)["qkv".index(of_convolution[2])]
     joined_in_file = re.fullmatch(r"(.*\.)(query_key_value|linear_attn\.in_proj)(\.\w+)", name)
-    if joined_in_file is not None:
+    if joined_in_file is not None and _of_module(name, names) not in names:
         before, part, kind = joined_in_file.groups()
         apart = (f"{before}{one}{kind}" for one in _JOINED[part])
         return torch.cat([names[_of_module(one, names)].grad for one in apart])

@@ -106,8 +106,8 @@ class LatentAttentionConfig:
     """In layers without rotary embedding make all channels of keys from the latents, without a part
     that heads share (Mistral Large 4)."""
     rotary_exponents: bool = flag(False, part_of="multi_latent_attention")
-    """Multiply the rotary frequency of each pair of channels by the exponential of a number that is
-    stored with the weights and not trained, 0 in a new model (Mistral Large 4)."""
+    """Multiply rotary frequencies by exponentials of numbers that are stored with the weights
+    and not trained, 0 in a new model (Mistral Large 4)."""
     latent_norm_epsilon: float | None = flag(
         None, part_of="multi_latent_attention", within=POSITIVE
     )
