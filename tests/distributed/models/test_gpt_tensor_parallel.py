@@ -72,7 +72,7 @@ FAMILIES = {
     },
     "hyper-connections": {
         "normalization": "RMSNorm", "enable_mhc_connections": True, "mhc_num_residual_streams": 3,
-        "mhc_init_gating_factor": 0.5, "mhc_learned_contraction": True,
+        "mhc_init_gating_factor": 1.0, "mhc_learned_contraction": True,
     },
     "alternating updates": {
         "normalization": "RMSNorm", "altup_num_inputs": 3, "altup_active_idx": 1,
