@@ -245,7 +245,7 @@ def expert_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             "a router sees whole sequences",
             "--mlp-chunks-for-training",
             "--num-experts",
-            fix="use --moe-layer-recompute",
+            fix="use --moe-layer-recompute instead of --mlp-chunks-for-training",
         )
     yield from _sizes_problems(config)
     yield from _router_problems(config)
