@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.evidence import NOTHING, RESULTS, ROOT, Result, by_card, results, rows_of
 from megatron.core.settings.command_line import NoFlags, read_command_line
+from megatron.hugging_face.families import FAMILIES
 
 PAGE = ROOT / "docs" / "status.md"
 YES, PARTLY, NO = "●", "○", "–"
@@ -122,7 +123,7 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("[BERT and T5](encoders.md)", "tests/distributed/models/test_encoders.py"),
         Feature("[vision-language models](vision_language.md)", "tests/parity/vision_case.py"),
         Feature(
-            "[Hugging Face models in and out](hugging_face.md), 74 families",
+            f"[Hugging Face models in and out](hugging_face.md), {len(FAMILIES)} families",
             "tests/distributed/hugging_face/test_layouts.py",
         ),
         Feature(

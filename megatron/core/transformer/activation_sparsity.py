@@ -1,8 +1,8 @@
 """Sparse activations of an MLP: what exceeds an estimated quantile of a token's activations.
 
 C. You et al., "Spark Transformer: Reactivating Sparsity in FFN and Attention", section 3
-(statistical top-k), arXiv 2506.06644, as in Gemma 3n. The quantile is that of a normal distribution
-with the mean and the standard deviation of the token, so that nothing is sorted.
+(statistical top-k), arXiv 2506.06644, as in Gemma 3n. A normal distribution with the mean and the
+standard deviation of the token gives the quantile, so nothing is sorted.
 """
 
 from __future__ import annotations
